@@ -1,4 +1,4 @@
-"""How long two or more CPU ranks take to sum a tensor: in shared memory, and by Gloo over loopback.
+"""Measures how long two or more CPU ranks take to all-reduce a tensor: in shared memory, and by Gloo over loopback.
 
 python -m benchmarks.collectives --ranks 2
 """
@@ -53,7 +53,7 @@ def _rank(index: int, size: int, descriptor: int, folder: str, found: Queue[Time
         "gloo": TorchGroup(range(size), "gloo", seconds=60.0),
     }
     rounds: dict[tuple[str, tuple[int, int]], list[float]] = {}
-    for _ in range(ROUNDS):  # in turns
+    for _ in range(ROUNDS):  # interleaved
         for name, group in groups.items():
             for shape in SHAPES:
                 rounds.setdefault((name, shape), []).append(_microseconds(group.all_reduce, torch.ones(shape)))

@@ -1,4 +1,5 @@
-"""Loads of `benchmarks.control_plane`: engines over an executor that answers at once, stepped under a clock."""
+"""The loads of `benchmarks.control_plane`: engines over an executor that answers at once, stepped while a clock
+measures their own time."""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ BLOCK_SIZE = 16
 LONGEST_PROMPT = 256
 WARM_UP_STEPS = 300
 VOCAB = 2**30
-END_ID = 7  # an end token every request watches for and never meets
+END_ID = 7  # an end token of every request, which is never sampled
 RULES = TokenRules((END_ID,), (), (END_ID,))
 
 
 class Engine:
-    """An engine whose own time is measured: without the executor's."""
+    """An engine whose own time is measured, without the executor's."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Engine:
         self.submitting.append(CLOCK.now_ns() - start)
 
     def step_ns(self) -> tuple[int, int]:
-        """One step: the engine's own nanoseconds, and how many requests it ended."""
+        """Run one step. Returns the engine's own nanoseconds, and how many requests it ended."""
         spent, start = self.executor.spent_ns, CLOCK.now_ns()
         out = self.core.step()
         self._garbage.collect()
@@ -85,7 +86,7 @@ class Engine:
         return own, len(out.finished)
 
     def drain(self) -> list[int]:
-        """Step until nothing is left."""
+        """Step until no request is left. Returns the nanoseconds of each step."""
         own = []
         while self.core.has_work:
             own.append(self.step_ns()[0])
@@ -93,9 +94,9 @@ class Engine:
 
 
 class Crowd:
-    """An engine with `running` sequences, refilled under churn. With a `policy`, as many requests of seven tenants
-    wait as run. `full_cache`: the cache holds little more than what runs, so that every new block is an old one,
-    evicted."""
+    """An engine with `running` sequences; with `churn`, ended ones are replaced. With a `policy`, as many requests of
+    seven tenants wait as run. `full_cache`: the cache holds little more than the running sequences, so that every new
+    block is taken by evicting an old one."""
 
     def __init__(
         self,
@@ -126,14 +127,15 @@ class Crowd:
         return own
 
     def _submit(self) -> None:
-        prompt = (self._number, *(0,) * self._rng.randrange(LONGEST_PROMPT))  # no two begin alike
+        prompt = (self._number, *(0,) * self._rng.randrange(LONGEST_PROMPT))  # no two prompts have a common prefix
         length = self._rng.randint(64, 192) if self._churn else self._length
         self.engine.submit(str(self._number), prompt, length, tenant=f"t{self._number % 7}")
         self._number += 1
 
 
 def burst(prefix: int, count: int, own_tokens: int = 24) -> list[int]:
-    """Nanoseconds of each step when `count` requests come at once behind a cached prefix of so many tokens."""
+    """Return the nanoseconds of each step when `count` requests arrive at once after a cached prefix of `prefix`
+    tokens."""
     engine = Engine(count, prefix // BLOCK_SIZE + 8 * count, prefix + 256)
     system = [100 + place % 1_000 for place in range(prefix)]
     engine.submit("first", [*system, 1], 1)
@@ -144,7 +146,8 @@ def burst(prefix: int, count: int, own_tokens: int = 24) -> list[int]:
 
 
 def blocked_head(running: int, length: int) -> tuple[list[int], list[int]]:
-    """Nanoseconds of steps in which sequences decode: alone, and while a request of so many tokens waits for room."""
+    """Return the nanoseconds of steps in which sequences decode: alone, and while a request of `length` tokens waits
+    for blocks."""
     num_steps = 40
     blocks = -(-(length + 4 * num_steps) // BLOCK_SIZE) + running * (-(-(30 + 4 * num_steps) // BLOCK_SIZE)) + 8
     engine = Engine(running + 2, blocks, length + 4_096)
@@ -164,13 +167,14 @@ def blocked_head(running: int, length: int) -> tuple[list[int], list[int]]:
 
 
 class _BusyDevice(InstantExecutor):
-    """A device that is busy for `seconds` with the forward pass of each step, and samples when the step's masks are
-    there. It answers every masked sample by an allowed token, at a place in the vocabulary that moves."""
+    """A simulated device that is busy for `seconds` with the forward pass of each step, and samples when the step's
+    masks have arrived. For every masked sample it returns an allowed token, from a moving position in the
+    vocabulary."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(depth=2, seconds=seconds)
-        self._forward_done = 0.0  # of the step launched last
-        self._sampled: deque[tuple[float, Masks | None]] = deque()  # of the steps whose masks are there
+        self._forward_done = 0.0  # when the forward pass of the last launched step ends
+        self._sampled: deque[tuple[float, Masks | None]] = deque()  # (end, masks) of the steps whose masks have arrived
         self._place = 0
 
     def launch(self, plan: StepPlan) -> None:
@@ -193,7 +197,7 @@ class _BusyDevice(InstantExecutor):
         return StepResult(plan.step, tokens)
 
     def _choose(self, bits: Bits) -> Ints:
-        """An allowed token of each mask, from the first words in which all masks have one."""
+        """Return an allowed token of each mask, from the first words in which all masks have one."""
         self._place = (self._place + 31) % (bits.shape[1] - 64)
         part = bits[:, self._place : self._place + 64]
         start = self._place
@@ -205,8 +209,8 @@ class _BusyDevice(InstantExecutor):
 
 
 def grammar_rows(running: int, regex: str, device_ms: float) -> Callable[[], int]:
-    """Sequences under one regex, with the default model's vocabulary, over a device that is busy for so long a step:
-    returns what measures the nanoseconds that a step takes longer than that."""
+    """Return a function that measures by how many nanoseconds a step takes longer than the device's `device_ms`. All
+    sequences follow one regex, with the default model's vocabulary."""
     vocabulary = vocabulary_of(load_tokenizer(resolve_model(DEFAULT, progress=silent)))
     size = len(vocabulary.tokens)
     tools = DecodingTools(GrammarCompiler(lambda: vocabulary, size), vocabulary=lambda: vocabulary)
@@ -230,7 +234,8 @@ def grammar_rows(running: int, regex: str, device_ms: float) -> Callable[[], int
 
 
 def ngram_rows(running: int, *, is_repeated: bool) -> Callable[[], int]:
-    """Sequences with n-gram speculation whose answers repeat one token, or never repeat anything."""
+    """Return a function that measures a step's nanoseconds. The sequences use n-gram speculation, and their answers
+    repeat one token or never repeat anything."""
     tools = DecodingTools(proposers=make_proposers(SpeculationConfig(method="ngram", num_tokens=16), 1))
     executor, rng = InstantExecutor(), np.random.default_rng(0)
     if not is_repeated:

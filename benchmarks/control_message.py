@@ -1,22 +1,23 @@
-"""The control message of a step, from the engine's process to all ranks: bytes, and microseconds to encode and deliver.
+"""Measures the control message of a step, from the engine's process to all ranks: bytes, and time to deliver it.
 
     python -m benchmarks.control_message --rows 256 --ranks 1,2,4
 
-Plans are those of a steady load: every row decodes, and gets a block every `block size` steps. A rank is a process that
-waits for messages as a rank's does, decodes the plan and notes the time. All times begin before the plan is encoded,
-and the clock is the one that all processes share:
+The load is steady: every row decodes, and gets a block every `block size` steps. A rank is a process that waits for
+messages like a real rank, decodes the plan and records the time. All times start before the plan is encoded, and are
+measured with the clock that all processes share:
 
-- encode: the engine's thread has the message. In a loop: without the pauses between steps, in which caches grow cold.
-- handed over: the message is in shared memory, ranks are woken, and the engine's thread goes on. With `--sockets`:
-  the message is in the sockets of all ranks, as between machines and without the compiled kernels.
-- delivered: the last rank has its bytes. It had to be woken: that takes a core for each rank, and a machine without
+- encode: until the engine's thread has the message. In a loop: without the pauses between steps, in which caches become
+  cold.
+- handed over: until the message is in shared memory, ranks are woken, and the engine's thread continues. With
+  `--sockets`: until it is in the sockets of all ranks, as between machines and without the compiled kernels.
+- delivered: until the last rank has the bytes. Waking it quickly needs a core for each rank, and a machine without
   other work.
-- decoded: the last rank knows the plan.
-- engine's CPU, rank's CPU: the processor time of the engine's thread until the message is handed over, waking ranks
-  included, and of the slowest rank from waiting for the message to knowing the plan. Other work on the machine hardly
+- decoded: until the last rank has decoded the plan.
+- engine's CPU, rank's CPU: processor time of the engine's thread until the message is handed over, including waking
+  ranks, and of the slowest rank from waiting for the message to having decoded it. Other work on the machine hardly
   changes these.
 
-`--together`: all rows get their blocks in the same step, which is then measured.
+`--together`: all rows get their blocks in the same step, and that step is measured.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TIMES = struct.Struct("<QQQ")  # nanoseconds: received, decoded, and of CPU
 
 
 def make_plans(num_rows: int, num_steps: int, *, together: bool) -> list[StepPlan]:
-    """Plans in which all rows decode."""
+    """Return plans in which all rows decode."""
     rng, rows = np.random.default_rng(0), np.arange(num_rows, dtype=np.int32)
     first = np.zeros(num_rows, dtype=np.int32) if together else rng.integers(0, BLOCK_SIZE, num_rows).astype(np.int32)
     plans = []
@@ -59,8 +60,8 @@ def make_plans(num_rows: int, num_steps: int, *, together: bool) -> list[StepPla
 
 
 def serve_rank(rank: int, num_ranks: int, descriptor: int, rings: int) -> None:
-    """What a rank does with plans here: it answers with the times at which it had the bytes and the plan. `rings`: the
-    memory of messages; below 0: they come through the socket."""
+    """Act as a rank: answer each plan with the times at which its bytes had arrived and it was decoded. `rings`: file
+    descriptor of the message rings; below 0: messages come through the socket."""
     channel, decoder = Channel(socket.socket(fileno=descriptor)), PlanDecoder()
     line = channel if rings < 0 else RankRings(channel, mmap.mmap(rings, 0), num_ranks, rank)
     assert line.receive() is not None  # the start
@@ -107,7 +108,7 @@ class Ranks:
     def receive(self) -> list[Buffer]:
         if self.rings is None:
             return [message.data for channel in self.channels if (message := channel.receive()) is not None]
-        found = self.rings.receive_results(60_000_000)  # before its first result a rank imports torch
+        found = self.rings.receive_results(60_000_000)  # a rank imports torch before its first result
         assert found is not None, "a rank gave no result within 60 s"
         return [data for _, data in found if data is not None]
 
@@ -119,10 +120,10 @@ class Ranks:
 
 
 def measure(ranks: Ranks, plans: list[StepPlan], pause: Callable[[], None]) -> list[tuple[float, ...]]:
-    """Of every plan: bytes, and the microseconds of COLUMNS."""
+    """Return, for every plan, its bytes and the microseconds of COLUMNS."""
     encoder, found = PlanEncoder(), []
     for plan in plans:
-        pause()  # ranks wait, as between two steps
+        pause()  # so that ranks wait, as between two steps
         used, begin = time.thread_time_ns(), time.monotonic_ns()
         payload = encoder.encode(plan)
         encoded = time.monotonic_ns()
@@ -136,7 +137,7 @@ def measure(ranks: Ranks, plans: list[StepPlan], pause: Callable[[], None]) -> l
 
 
 def encode_in_a_loop(plans: list[StepPlan]) -> float:
-    """Microseconds for a plan, in the best of some rounds."""
+    """Return the microseconds to encode a plan, in the best of several rounds."""
     encoder, best = PlanEncoder(), float("inf")
     for _ in range(20):
         begin = time.perf_counter_ns()

@@ -1,25 +1,26 @@
-"""What a step costs in Python: plan and commit, with an executor that answers at once and whose time is taken off.
+"""Measures the Python cost of a step (plan and commit), with an executor whose own time is subtracted.
 
     python -m benchmarks.control_plane
     python -m benchmarks.control_plane --loads steady,churn --running 512
     python -m benchmarks.control_plane --profile churn              # where the time goes
-    python -m benchmarks.control_plane --loads steady --record --device-ms 5       # what a recording adds
-    python -m benchmarks.control_plane --cpu-time      # on a machine that has other work, too
+    python -m benchmarks.control_plane --loads steady --record --device-ms 5       # the cost of recording
+    python -m benchmarks.control_plane --cpu-time      # on a machine with other work
 
 Loads, at block size 16:
-- steady: N sequences decode, none comes or goes. Prompt lengths differ, so on average N / 16 blocks are granted a step.
-- churn: the same N, but sequences end after about 128 tokens and others follow. `full`: every block that is taken is
-  evicted from a cache full of old blocks.
-- burst: 256 requests come at once behind a cached prefix of 4,096 or 16,384 tokens: the longest step.
-- blocked: 64 sequences decode, and a request of 4,096 or 65,536 tokens waits for room: the step beside one without it.
-- policies: churn at 512 sequences while 512 more of seven tenants wait: each policy's step beside that of fcfs.
-- grammar: 256 sequences under a regex, over a device that is busy for 12 ms a step, as an H200 is at 8B: what a step
-  takes longer than that, though threads make masks meanwhile. `no device`: over a device that takes no time.
+- steady: N sequences decode, none starts or ends. Prompt lengths differ, so on average N / 16 blocks are granted per
+  step.
+- churn: the same N, but sequences end after about 128 tokens and are replaced. `full`: every block is taken by evicting
+  one from a cache full of old blocks.
+- burst: 256 requests arrive at once after a cached prefix of 4,096 or 16,384 tokens: the longest step.
+- blocked: 64 sequences decode, and a request of 4,096 or 65,536 tokens waits for blocks: a step with it and without it.
+- policies: churn at 512 sequences while 512 more of seven tenants wait: each policy's step relative to that of fcfs.
+- grammar: 256 sequences under a regex, over a device that is busy for 12 ms per step, as an H200 is at 8B: by how much
+  a step takes longer, although threads compute the masks meanwhile. `no device`: over a device that takes no time.
 - ngram: 256 sequences with n-gram speculation whose answers repeat a token, or never repeat anything.
 - submission: one request of 128 tokens on average.
---cpu-time measures the CPU time of the engine's thread in place of the time that passes. It leaves out that others have
-its core, and not that they leave its caches cold. The grammar load is always measured by the time that passes.
---strict exits 1 when a goal is missed.
+--cpu-time measures the CPU time of the engine's thread instead of wall time. It excludes the time in which other
+programs have its core, but not the effect of cold caches. The grammar load is always measured by wall time. --strict
+exits 1 when a goal is missed.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from quire.config.policy import POLICY_NAMES, RESERVING
 
 LOADS = ("steady", "churn", "burst", "blocked", "policies", "grammar", "ngram", "submission")
 REGEX = "[a-z ]{200,4000}"
-DEVICE_MS = 12.0  # of the grammar load
-ROUNDS = 5  # of loads that are over in a few steps
+DEVICE_MS = 12.0  # step time of the device in the grammar load
+ROUNDS = 5  # repeats of loads that take only a few steps
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds, executor excluded. `figure` is the one that the goal is about."""
+    """Microseconds, without the executor. `figure` is the value that is compared with the goal."""
 
     load: str
     sequences: int
@@ -65,21 +66,21 @@ class Cost:
 
 
 def cost(load: str, sequences: int, own: list[int], goal: float | None = None) -> Cost:
-    """The cost of a load's steps, by their median."""
+    """Return the cost of a load's steps, with their median as the figure."""
     us = sorted(ns / 1e3 for ns in own)
     median, p99 = statistics.median(us), us[min(len(us) - 1, round(0.99 * len(us)))]
     return Cost(load, sequences, median, p99, us[-1], median, goal=goal)
 
 
 def beside(load: str, sequences: int, own: list[int], other: list[int], goal: float | None) -> Cost:
-    """The cost of a load's steps beside those of another, by the ratio of the medians."""
+    """Return the cost of a load's steps, with the ratio of its median to that of another load as the figure."""
     found = cost(load, sequences, own)
     ratio = found.median_us / (statistics.median(other) / 1e3)
     return Cost(load, sequences, found.median_us, found.p99_us, found.longest_us, ratio, "x", goal)
 
 
 class Measures:
-    """Measures loads by their names."""
+    """Measures loads by name."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._steps, self._running, self._folder = options.steps, options.running, folder
@@ -134,7 +135,7 @@ class Measures:
         names = [name for name in POLICY_NAMES if name not in RESERVING]
         crowds = {name: Crowd(512, self._steps, churn=True, policy=name) for name in names}
         own: dict[str, list[int]] = {name: [] for name in names}
-        for _ in range(self._steps // 2):  # in turn: the machine's noise meets all alike
+        for _ in range(self._steps // 2):  # interleaved, so that the machine's noise affects all equally
             for name, crowd in crowds.items():
                 own[name].append(crowd.step_ns())
         return [beside(f"policy {n}", 512, own[n], own["fcfs"], None if n == "fcfs" else 1.3) for n in names]
@@ -161,7 +162,7 @@ class Measures:
 
 
 def profile(load: str, running: int, steps: int) -> None:
-    """Print where the time of a steady or churning step goes, most expensive function first."""
+    """Print where the time of a steady or churning step goes, the most expensive function first."""
     crowd = Crowd(running, steps, churn=load == "churn")
     with cProfile.Profile() as profiler:
         for _ in range(steps):

@@ -1,16 +1,16 @@
-"""Tokens per second of the CPU kernels by threads, alone and beside neighbours that keep cores busy.
+"""Measures tokens per second of the CPU kernels by number of threads, alone and beside other busy processes.
 
     python -m benchmarks.cpu_threads                               # 1, 2, 4 ... threads, up to the cores
     python -m benchmarks.cpu_threads --threads 1,2,4,8,16 --neighbours 0,1,4 --streams 1,16 --repeats 5
     python -m benchmarks.cpu_threads --threads 2 --pin 0,1         # threads that may move, and pinned ones
     python -m benchmarks.cpu_threads --threads 2 --dtype float32,bfloat16 --prompts 128,512,2048
 
-Each number of threads, pinned or not, each dtype and each way to multiply by quantized weights has an engine in a
-process of its own, and repeats go round all of them, so that what else the machine does falls on all alike. A neighbour
-is a process that loops for ever. Figures are medians of output tokens per second, greedy, prompts of 16 tokens, and for
-`--prompts` of the prompt's tokens per second until its first token is there; the last column is the slowest repeat.
-Compare within one run only. No two engines are pinned to the same core: with several numbers of threads, `--pin 1`
-needs as many cores as they have together.
+Each number of threads, pinned or not, each dtype and each setting of `cpu_weights` has an engine in a separate process,
+and repeats are interleaved, so that other load on the machine affects all of them equally. A neighbour is a process in
+an endless loop. Results are medians of output tokens per second (greedy, prompts of 16 tokens), and for `--prompts`
+medians of the prompt's tokens per second until its first output token; the last column is the slowest repeat. Compare
+within one run only. No two engines are pinned to the same core: with several numbers of threads, `--pin 1` needs as
+many cores as they have together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHORT_PROMPT = 16  # tokens
 
 
 class Load(NamedTuple):
-    """Requests at once, each of so many tokens in and out."""
+    """Concurrent requests, all with the same numbers of prompt and output tokens."""
 
     streams: int
     prompt: int
@@ -44,21 +44,21 @@ class Load(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """The tokens whose rate is told."""
+        """The tokens whose rate is reported."""
         return self.prompt if self.tokens == 1 else self.streams * self.tokens
 
 
 class Engine(NamedTuple):
-    """What tells an engine from the others."""
+    """The settings of one engine under test."""
 
     threads: int
-    pin: int  # 1: each thread has a core of its own
+    pin: int  # 1: each thread is pinned to a separate core
     dtype: str
     cpu_weights: str
 
 
 class Contestant:
-    """An engine in a process of its own."""
+    """An engine in a separate process."""
 
     def __init__(self, engine: Engine, model: str | None) -> None:
         threads, pin, dtype, cpu_weights = engine
@@ -74,7 +74,7 @@ class Contestant:
         self._answer()
 
     def speed(self, load: Load) -> float:
-        """Tokens per second."""
+        """Return the tokens per second of a load."""
         assert self._process.stdin is not None
         print(*load, file=self._process.stdin, flush=True)
         return load.counted / float(self._answer())
@@ -130,7 +130,7 @@ def _engines(arguments: argparse.Namespace) -> Iterator[Engine]:
 
 
 def serve(engine: Engine, model: str | None) -> None:
-    """Answers each load by the seconds that it takes."""
+    """Answer each load with the seconds that it takes."""
     import quire
 
     llm = quire.LLM(

@@ -1,4 +1,5 @@
-"""A model made deeper by layers that change little: a large model that a small one, with a tokenizer, drafts for."""
+"""Makes a model deeper by layers that change little. The result is a large model for which the small one, with its
+tokenizer, can draft."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from torch import Tensor
 from benchmarks.cpu.export import export_hugging_face
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what a layer adds to the residual stream comes of them
+# The matrices whose outputs are added to the residual stream.
+_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def deepen(model: str | None, folder: Path, times: int, noise: float) -> Path:
-    """Write a model with `times` as many layers to `folder`. Behind each layer come copies of it whose outputs are
-    multiplied by `noise`: with 0 the deep model says exactly what the model says."""
+    """Write a model with `times` as many layers to `folder`. After each layer come copies of it whose outputs are
+    multiplied by `noise`: with 0 the deep model computes exactly the same as the model."""
     export_hugging_face(model, folder, "bfloat16")
     tensors = load_file(folder / "model.safetensors")
     save_file(deepened(tensors, times, noise), folder / "model.safetensors", metadata={"format": "pt"})
@@ -28,7 +30,7 @@ def deepen(model: str | None, folder: Path, times: int, noise: float) -> Path:
 
 
 def deepened(tensors: dict[str, Tensor], times: int, noise: float) -> dict[str, Tensor]:
-    """The tensors of the deep model."""
+    """Return the tensors of the deep model."""
     found = {}
     for name, tensor in tensors.items():
         match = _LAYER.fullmatch(name)

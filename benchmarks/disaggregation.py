@@ -1,10 +1,10 @@
-"""Time to first token and time between tokens, with prefill in the same engine and in another one.
+"""Measures time to first token and time between tokens, with prefill in the same engine and in a separate one.
 
     python -m benchmarks.disaggregation                          # the default model, both ways, on this CPU
-    python -m benchmarks.disaggregation --repeated 0.9           # most prompts begin alike: where it does not pay
+    python -m benchmarks.disaggregation --repeated 0.9           # most prompts share a prefix: no gain expected
     python -m benchmarks.disaggregation --plot docs/images/disaggregation.svg
 
-Some streams decode all the time. Beside them long prompts arrive one after the other. Aggregated: one server with all
+Some streams decode all the time, while long prompts arrive one after the other. Aggregated: one server with all
 threads computes both. Disaggregated: a prefill server and a decode server share the threads, and blocks go over
 shared memory. The same requests, greedy; the answers of both are compared.
 """
@@ -58,7 +58,7 @@ WORDS = [
 
 @dataclass(slots=True)
 class Load:
-    """What one way of serving took, in seconds."""
+    """The measurements of one setup, in seconds."""
 
     first: list[float] = field(default_factory=list)  # time to first token of each long prompt
     gaps: list[float] = field(default_factory=list)  # between tokens of the streams, while prompts are computed
@@ -66,7 +66,7 @@ class Load:
 
 
 def prompts(args: argparse.Namespace) -> list[str]:
-    """Long prompts, of which a share begins with the same half."""
+    """Return long prompts, a share of which have the same first half."""
     rng = random.Random(args.seed)
     common = " ".join(rng.choices(WORDS, k=args.prompt // 2))
     made = []
@@ -79,7 +79,7 @@ def prompts(args: argparse.Namespace) -> list[str]:
 
 
 def ask(url: str, body: dict[str, object]) -> Iterator[tuple[float, str]]:
-    """Stream one completion: the time of each event, and its text."""
+    """Stream one completion. Yields the time of each event, and its text."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
     try:
@@ -98,7 +98,7 @@ def ask(url: str, body: dict[str, object]) -> Iterator[tuple[float, str]]:
 
 
 def measure(url: str, args: argparse.Namespace) -> Load:
-    """Send the long prompts one after the other beside streams that decode."""
+    """Send the long prompts one after the other while the streams decode."""
     load, busy, over = Load(), threading.Event(), threading.Event()
 
     def decode(number: int) -> None:
@@ -135,7 +135,7 @@ def measure(url: str, args: argparse.Namespace) -> Load:
 
 @contextmanager
 def served(args: argparse.Namespace, *, apart: bool) -> Iterator[str]:
-    """Start one server, or two that share the threads. Yields the URL to send requests to."""
+    """Start one server, or two that share the threads. Yields the URL for requests."""
     command = f"{sys.executable} -m quire serve {args.model} --port {{port}} --max-model-len {args.max_model_len}"
     with ExitStack() as stack:
         if not apart:
@@ -150,7 +150,7 @@ def served(args: argparse.Namespace, *, apart: bool) -> Iterator[str]:
 
 
 def summary(load: Load) -> dict[str, float]:
-    """Milliseconds."""
+    """Return the summary of a load in milliseconds."""
 
     def at(values: list[float], share: float) -> float:
         return 1e3 * sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
@@ -166,7 +166,7 @@ def summary(load: Load) -> dict[str, float]:
 
 
 def curve(values: list[float]) -> list[tuple[float, float]]:
-    """Milliseconds over the share of values that are at most so large."""
+    """Return points (share of the values, milliseconds that this share does not exceed)."""
     ordered = sorted(values)
     return [(100 * (place + 1) / len(ordered), 1e3 * value) for place, value in enumerate(ordered)]
 
@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, help="write an SVG here")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
     where, loads = facts(), dict[str, Load]()
     for name, apart in (("aggregated", False), ("disaggregated", True)):
         with served(args, apart=apart) as url:

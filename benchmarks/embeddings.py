@@ -1,11 +1,11 @@
-"""Texts embedded in a second: Quire beside sentence-transformers, on the same model, texts and threads.
+"""Measures texts embedded per second: Quire and sentence-transformers with the same model, texts and threads.
 
     python -m benchmarks.embeddings --model FOLDER              # 10,000 short texts, float32 and bfloat16
     python -m benchmarks.embeddings --model FOLDER --texts 600 --threads 1 --dtypes float32
 
-sentence-transformers runs where it is installed. Both run in processes of their own, in turns, so that what else the
-machine does falls on both. "CPU s" is the time that the process spent computing: on a busy machine it says more than
-the wall clock. The texts are random words, 3 to 60 of them, most about a dozen.
+sentence-transformers runs if it is installed. Both run in separate processes, interleaved, so that other load on the
+machine affects both. "CPU s" is the CPU time of the process, which on a busy machine is more reliable than wall time.
+The texts are 3 to 60 random words, mostly about a dozen.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ENGINES = {"quire": make_quire, "sentence-transformers": make_sentence_transform
 
 
 def measure(engine: str, model: str, dtype: str, threads: int, count: int) -> dict[str, float]:
-    """Seconds by the wall clock and of the CPU to embed all texts, in this process."""
+    """Return the wall-clock and CPU seconds to embed all texts in this process."""
     embed, texts = ENGINES[engine](model, dtype, threads), make_texts(count)
     embed(texts[:WARM])
     before, start = _cpu_seconds(), time.perf_counter()
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--only", help=argparse.SUPPRESS)  # what a process of its own measures
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # the measurement that a child process makes
     parser.add_argument("--json", type=Path, help="keep the numbers in this file")
     args = parser.parse_args()
     if args.only:

@@ -1,4 +1,5 @@
-"""Executors without a model, for benchmarks of the control plane: they answer at once and count what plans promise."""
+"""Executors without a model, for benchmarks of the control plane: they answer at once. LedgerExecutor also tracks what
+plans give to each row."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 @dataclass(slots=True)
 class StepClock:
-    """The clock by which the engine's own time is measured: that of the wall, or the CPU time of the thread."""
+    """The clock for the engine's own time: wall time, or the CPU time of the thread."""
 
     now_ns: Callable[[], int] = time.perf_counter_ns
 
@@ -26,7 +27,7 @@ CLOCK = StepClock()
 
 
 class InstantExecutor:
-    """Answers every step with token 0, after `seconds`. `spent_ns` is the time passed in it, to be taken off."""
+    """Answers every step with token 0, after `seconds`. `spent_ns` is the time spent in it, to be subtracted."""
 
     def __init__(self, depth: int = 1, seconds: float = 0.0) -> None:
         self.depth, self._seconds = depth, seconds
@@ -37,7 +38,7 @@ class InstantExecutor:
         self._plans.append(plan)
 
     def supply_masks(self, masks: Masks | None) -> None:
-        """Changes nothing: every answer is token 0."""
+        """Do nothing: every answer is token 0."""
 
     def collect(self) -> StepResult:
         start = CLOCK.now_ns()
@@ -55,7 +56,7 @@ class InstantExecutor:
         raise InvalidRequest("adapter", f"{name} ({folder}) cannot be read: there are no weights")
 
     def forget_adapter(self, digest: str) -> None:
-        """No adapter is kept."""
+        """Do nothing: no adapter is kept."""
 
     def close(self) -> None:
         self._plans.clear()
@@ -63,7 +64,7 @@ class InstantExecutor:
 
 @dataclass(slots=True)
 class Held:
-    """What one row holds: tokens written, blocks granted, and the tokens it will have at its end."""
+    """What one row holds: tokens written, blocks granted, and the number of tokens at its end."""
 
     written: int
     blocks: int
@@ -71,9 +72,9 @@ class Held:
 
 
 class LedgerExecutor(InstantExecutor):
-    """Books, from the plans alone, what every row holds while a step runs.
+    """Tracks, from the plans alone, what every row holds while a step runs.
 
-    It knows nothing of the engine's own accounts. Rows must not share blocks (n = 1).
+    It does not use the engine's own accounts. Rows must not share blocks (n = 1).
     """
 
     def __init__(self) -> None:

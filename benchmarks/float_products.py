@@ -1,9 +1,9 @@
-"""Products of float32 rows on a CPU beside torch.mm, which is MKL's or oneDNN's: python -m benchmarks.float_products
+"""Compares float32 gemms on a CPU with torch.mm, which is MKL's or oneDNN's: python -m benchmarks.float_products
     [--shapes smollm2,1.5b] [--rows 1,8,64,512] [--threads 2] [--repeats 9] [--clock wall] [--json PATH]
 
-Every different product of a layer, by weights in Quire's panels and by torch.mm with the weight as it is stored, in
-turns; medians of GFLOP/s, and the median of the ratios of each turn. What both find is compared first. On a machine
-that others use too, `--clock cpu --threads 1` counts the seconds of CPU time.
+Every distinct gemm of a layer runs with weights in Quire's panels and with torch.mm on the plain weight, interleaved.
+Prints medians of GFLOP/s, and the median of the ratios. Both results are compared first. On a machine with other work,
+use `--clock cpu --threads 1` to measure CPU time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from quire.kernels.native.loader import set_threads
 from quire.kernels.native.ops import multiply
 from quire.kernels.native.panels import cut_panels
 
-FLOATS_OF_A_TURN = 2e8  # products of two numbers that a turn takes at least, so that the clock's steps do not count
-LARGEST_ERROR = 1e-3  # of a result, beside the length of its row: sums are rounded in another order
+FLOATS_OF_A_TURN = 2e8  # multiply-adds per measurement at least, so that the clock's resolution does not matter
+LARGEST_ERROR = 1e-3  # of a result, relative to the norm of its row, because sums are rounded in another order
 
 
 def measure(weight: Tensor, rows: int, repeats: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """GFLOP/s of Quire and of torch in each turn. Raises ArithmeticError if they find different products."""
+    """Return GFLOP/s of Quire and of torch in each turn. Raises ArithmeticError if their results differ."""
     outputs, inputs = weight.shape
     x, panels, across = torch.randn(rows, inputs), cut_panels(weight), weight.t()
     work: dict[str, Callable[[], Tensor]] = {
@@ -50,7 +50,7 @@ def measure(weight: Tensor, rows: int, repeats: int, clock: Callable[[], float])
 
 
 def products_of_layer(shape: Shape) -> list[tuple[int, int]]:
-    """(outputs, inputs), each once."""
+    """Return the (outputs, inputs) of each distinct gemm of a layer."""
     return list(dict.fromkeys(shape.products()[:-1]))
 
 

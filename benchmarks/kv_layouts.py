@@ -1,11 +1,11 @@
-"""Paged against virtual: what each layout of the KV cache costs in speed, in memory and in mapping.
+"""Compares the paged and the virtual layout of the KV cache: speed, memory, and the time of mapping.
 
     python -m benchmarks.kv_layouts                                        # a small model's shape on this CPU
-    python -m benchmarks.kv_layouts --device cuda --model llama-3.1-8b     # on a GPU; --json PATH keeps it all
+    python -m benchmarks.kv_layouts --device cuda --model llama-3.1-8b     # on a GPU; --json PATH writes all results
 
-The same requests, of random tokens and a random model, run through the real engine once per layout and repeat, in
-turns. "in use" is the share of slots in held blocks that hold a token. The first table is mapping alone: microseconds
-per block to make it visible at a row's addresses and to take it from there.
+The same requests, of random tokens and a random model, run through the real engine once per layout and repeat,
+interleaved. "in use" is the share of slots in held blocks that hold a token. The first table measures mapping alone:
+microseconds per block to map it into a row's address range, and to unmap it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SMALL = BenchModel(
     }
 )  # fmt: skip
 SHAPES = {"small": SMALL, **MODELS}
-SCALES = {"cpu": 16, "cuda": 2}  # lengths of the trace, divided, so that a run takes a minute or two
+SCALES = {"cpu": 16, "cuda": 2}  # divisors of the trace's lengths, so that a run takes a minute or two
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "paged": {},
@@ -63,8 +63,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "virtual": {"kv_layout": "virtual"},
     },
 }
-WATCH_EVERY = 16  # steps between looks at the cache
-MAPPED = 512  # blocks of the table of mapping alone
+WATCH_EVERY = 16  # steps between two readings of the cache
+MAPPED = 512  # blocks in the table of mapping alone
 
 
 @dataclass(slots=True)
@@ -85,12 +85,12 @@ class Run:
 
     @property
     def mapping_share(self) -> float:
-        """Of the time, what was spent in mapping and unmapping."""
+        """The share of time spent in mapping and unmapping."""
         return 0.0 if self.cost is None else (self.cost.map_seconds + self.cost.unmap_seconds) / self.seconds
 
 
 def run(name: str, planned: PlannedEngine, lengths: Sequence[Lengths], seed: int) -> Run:
-    """All requests at once, to their ends; nothing is timed before every kernel has run."""
+    """Run all requests at once, to their ends. Nothing is timed before every kernel has run."""
     executor = SingleExecutor(planned.files, planned.model, planned.config, load_format="dummy")
     core = EngineCore(executor, planned.config.cache, planned.config.scheduler, planned.model.vocab_size)
     try:
@@ -137,7 +137,7 @@ class Mapping:
 
 
 def measure_mapping(block_bytes: int, device: torch.device) -> list[Mapping]:
-    """Blocks scattered in memory, mapped one by one as decoding rows grow, and many at once as a prompt does."""
+    """Measure blocks scattered in memory, mapped one by one as for decoding rows, and many at once as for a prompt."""
     memory = _pages(block_bytes, device)
     order = random.Random(0).sample(range(MAPPED), MAPPED)
     found = []
@@ -180,7 +180,7 @@ def _plan(folder: Path, arguments: argparse.Namespace, settings: dict[str, Any])
         "max_model_len": arguments.max_model_len,
         "max_num_seqs": arguments.max_num_seqs,
         "kv_cache_memory": arguments.kv_cache_memory,
-        "enable_prefix_caching": False,  # all tokens are random
+        "enable_prefix_caching": False,  # useless, because all tokens are random
     }
     files = ModelFiles(arguments.model, folder, "hf")
     return plan_engine(files, EngineArguments(**{**common, **settings}))

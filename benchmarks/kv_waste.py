@@ -1,13 +1,13 @@
-"""How much of the KV memory that is allocated holds a token, on the lengths of a real conversation trace.
+"""Measures how much of the allocated KV memory holds a token, with the lengths of a real conversation trace.
 
     python -m benchmarks.kv_waste                                              # synthetic lengths, a minute or two
     python -m benchmarks.kv_waste --trace AzureLLMInferenceTrace_conv.csv --out kv_waste.json
 
-The real engine (EngineCore, scheduler, block pool) replays the lengths under constant pressure over an executor that
-has no model and keeps its own account of every row's tokens and blocks. A step's figure is slots that hold a token /
-slots allocated, while it runs; the table gives the mean over steps. Beside it, what contiguous reservations would use
-for the same sequences at the same steps: of max_model_len, of the next power of two of the final length, and of
-the exact final length (an oracle). Exits 1 if block size 16 stays under 96 % or block size 1 under 100 %.
+The real engine (EngineCore, scheduler, block pool) replays the lengths under constant load over an executor that has no
+model and tracks every row's tokens and blocks independently. The value of a step is slots that hold a token / slots
+allocated, while it runs; the table gives the mean over steps. For comparison it shows what contiguous reservations
+would use for the same sequences at the same steps: of max_model_len, of the next power of two of the final length, and
+of the exact final length (an oracle). Exits 1 if block size 16 is below 96 % or block size 1 below 100 %.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHECK_EVERY = 997  # steps between comparisons of the ledger with the engine's o
 
 @dataclass(slots=True)
 class Usage:
-    """One replay's means over steps. Shares are of allocated or reserved slots that hold a token."""
+    """Means over the steps of one replay. Shares are of allocated or reserved slots that hold a token."""
 
     block_size: int
     requests: int = 0
@@ -49,7 +49,7 @@ class Usage:
     seconds: float = 0.0
 
     def add(self, ledger: LedgerExecutor, max_model_len: int) -> None:
-        """Take in one step, as running sums."""
+        """Add one step to the running sums."""
         used, allocated = ledger.written, ledger.blocks * self.block_size
         finals = [held.final for held in ledger.rows.values()]
         self.steps += 1
@@ -61,15 +61,16 @@ class Usage:
         self.reserved_maximum += used / (len(finals) * max_model_len)
 
     def finish(self) -> None:
-        """Turn the sums into means."""
+        """Convert the sums to means."""
         for name in ("mean_running", "paged", "reserved_oracle", "reserved_power_of_two", "reserved_maximum"):
             setattr(self, name, getattr(self, name) / self.steps)
 
 
 def replay(lengths: list[Lengths], block_size: int, scheduler: SchedulerConfig, num_slots: int) -> Usage:
-    """Run all requests to their ends, keeping the queue from running dry, and measure every step."""
+    """Run all requests to their ends, with a queue that is never empty, and measure every step."""
     ledger = LedgerExecutor()
-    cache = CacheConfig(block_size, num_slots // block_size, enable_prefix_caching=False)  # all tokens are alike
+    # Off, because all tokens are equal.
+    cache = CacheConfig(block_size, num_slots // block_size, enable_prefix_caching=False)
     core = EngineCore(ledger, cache, scheduler, vocab_size=1)
     usage, start = Usage(block_size, requests=len(lengths)), time.perf_counter()
     arrivals, waiting, submitted, finished = _requests(lengths), 0, 0, 0
@@ -97,7 +98,7 @@ def replay(lengths: list[Lengths], block_size: int, scheduler: SchedulerConfig, 
 
 
 def _compare_accounts(core: EngineCore, ledger: LedgerExecutor, block_size: int) -> None:
-    """After a step that ended nobody, what the plans said and what the engine believes must be equal."""
+    """Assert, after a step that ended no sequence, that the executor's account and the engine's are equal."""
     blocks = core.stats().blocks
     if (blocks.slots_used, blocks.used) != (ledger.written, ledger.blocks):
         booked = f"{ledger.written} slots in {ledger.blocks} blocks of {block_size}"

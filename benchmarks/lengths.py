@@ -1,4 +1,4 @@
-"""Prompt and output lengths: read from a trace, or drawn from a log-normal of the same medians."""
+"""Prompt and output lengths: read from a trace, or drawn from a log-normal distribution with the same medians."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_trace(path: Path) -> list[Lengths]:
 
 
 def synthetic_trace(count: int, seed: int = 0) -> list[Lengths]:
-    """Log-normal lengths with the trace's medians, spreads and maxima."""
+    """Return log-normal lengths with the trace's medians, spreads and maxima."""
     rng = random.Random(seed)
 
     def draw(median: int, sigma: float, longest: int) -> int:

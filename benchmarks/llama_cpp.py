@@ -1,4 +1,4 @@
-"""llama.cpp, and the perplexity of a GGUF model by it, through the C interface of a shared library that holds it."""
+"""llama.cpp through the C interface of a shared library, and the perplexity that it gives for a GGUF model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-_SILENCE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)  # logs nothing
-_Params = ctypes.c_uint64 * 128  # more than any version's structure of settings; its own defaults fill it
+_SILENCE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)  # discards log lines
+_Params = ctypes.c_uint64 * 128  # larger than any version's settings structure, which llama.cpp fills with defaults
 
 
 class _Settings(ctypes.Structure):
@@ -40,8 +40,8 @@ def load_model(llama: ctypes.CDLL, model: Path) -> int:
 
 
 def llama_perplexity(library: Path, model: Path, tokens: Sequence[int], window: int, threads: int = 2) -> float:
-    """Of all tokens but the first of each window, as benchmarks.perplexity counts them. `library`: exports llama.cpp's
-    functions, as the one in the package xllamacpp does."""
+    """Return the perplexity of all tokens except the first of each window, as in benchmarks.perplexity. `library`:
+    exports llama.cpp's functions, like the one in the package xllamacpp."""
     llama = open_llama(library)
     handle = load_model(llama, model)
     settings = llama.llama_context_default_params()
@@ -81,7 +81,7 @@ def _run(llama: ctypes.CDLL, context: int, tokens: list[int], vocab: int) -> np.
 
 
 def open_llama(library: Path) -> ctypes.CDLL:
-    """The library with the signatures of the functions that benchmarks call."""
+    """Return the library with the signatures of the functions that benchmarks call."""
     llama, address = ctypes.CDLL(str(library)), ctypes.c_void_p
     kinds: dict[str, tuple[object, list[object]]] = {
         "llama_backend_init": (None, []),

@@ -1,10 +1,10 @@
-"""Quire beside llama.cpp on one GGUF file and a CPU: python -m benchmarks.llama_speed --model FILE.gguf
+"""Compares Quire with llama.cpp on one GGUF file and a CPU: python -m benchmarks.llama_speed --model FILE.gguf
     --llama-library PATH [--threads 2] [--repeats 5] [--clock wall] [--cpu-weights integer,float] [--json PATH]
 
-Three rows, the same tokens and threads, engines in turns, medians: a single stream (32 tokens after 16), a prompt of
-512 tokens up to its first token, and 16 streams at once (16 tokens after 16 each). llama.cpp runs through the C
-interface of a shared library, with the streams of a step in one batch: what its server does, without HTTP. On a machine
-that others use too, `--clock cpu --threads 1` counts the seconds of CPU time that the process took.
+Prints medians of three rows, with the same tokens and threads, engines interleaved: a single stream (32 tokens after
+16), a prompt of 512 tokens up to its first output token, and 16 streams at once (16 tokens after 16 each). llama.cpp
+runs through the C interface of a shared library, with the streams of a step in one batch, like its server but without
+HTTP. On a machine with other work, use `--clock cpu --threads 1` to measure CPU time of the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTEXT = 2_048
 
 class Engine(Protocol):
     def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> None:
-        """Greedy, `num_tokens` for each prompt."""
+        """Generate `num_tokens` tokens for each prompt, greedily."""
 
 
 class QuireEngine:
@@ -71,7 +71,7 @@ class LlamaEngine:
             lengths = [length + 1 for length in lengths]
 
     def _decode(self, rows: list[tuple[int, int, int]], lengths: list[int]) -> list[int]:
-        """One step of all streams: the likeliest token of each."""
+        """Run one step of all streams. Returns the most likely token of each."""
         batch, wanted = self._batch, []
         batch.n_tokens = len(rows)
         for i, (token, place, stream) in enumerate(rows):
@@ -86,8 +86,8 @@ class LlamaEngine:
 
 
 def measure(engine: Engine, seed: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Tokens per second of each row."""
-    chosen = random.Random(seed)  # the same tokens for every engine, other ones in every turn
+    """Return the tokens per second of each row."""
+    chosen = random.Random(seed)  # the same tokens for every engine, different ones in every repeat
 
     def seconds(num_prompts: int, length: int, num_tokens: int) -> float:
         prompts = [[chosen.randrange(300, 40_000) for _ in range(length)] for _ in range(num_prompts)]

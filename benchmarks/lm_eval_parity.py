@@ -1,12 +1,12 @@
-"""One lm-eval task over `quire serve` and by transformers: the same weights must give the same scores.
+"""Runs an lm-eval task with `quire serve` and with transformers: the same weights must give the same scores.
 
     python -m benchmarks.lm_eval_parity                 # the default model and `benchmarks/lm_eval_task`
     python -m benchmarks.lm_eval_parity --model FOLDER  # a folder or a GGUF file, in float32 on both sides
 
-Needs `pip install 'lm-eval[api,hf]'`. lm-eval asks the server as any client does (`local-completions`: context and
+Needs `pip install 'lm-eval[api,hf]'`. lm-eval uses the server like any client (`local-completions`: context and
 continuation as one prompt of token ids, echoed with logprobs), and transformers in this process (`hf`). Fails unless
-the scores are equal and every log-likelihood agrees within the tolerance. Run it from the root of the repository: the
-task names its questions by their path.
+the scores are equal and every log-likelihood agrees within the tolerance. Run it from the root of the repository,
+because the task refers to its questions by path.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _find(model: str | None) -> Path:
 
 
 def _source(path: Path) -> dict[str, Any]:
-    """How transformers names a model: its folder, and the GGUF file in it."""
+    """Return the name by which transformers loads a model: its folder, and the GGUF file in it."""
     return {"pretrained": str(path)} if path.is_dir() else {"pretrained": str(path.parent), "gguf_file": path.name}
 
 

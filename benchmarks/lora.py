@@ -1,15 +1,15 @@
-"""What LoRA adapters cost: a batch in which every row has an adapter of its own, beside the same batch without.
+"""Measures the cost of LoRA adapters: a batch in which every row has a different adapter, and the same batch without.
 
     python -m benchmarks.lora                                            # 64 adapters of rank 16, the default model
     python -m benchmarks.lora --adapters 8 --rank 64 --dtype bfloat16
-    python -m benchmarks.lora --targets q_proj,v_proj                    # what PEFT adapts unless told otherwise
-    python -m benchmarks.lora --threads 1 --cpu-seconds                  # where other work runs too
+    python -m benchmarks.lora --targets q_proj,v_proj                    # the modules that PEFT adapts by default
+    python -m benchmarks.lora --threads 1 --cpu-seconds                  # on a machine with other work
     python -m benchmarks.lora --device cuda --model llama-3.1-8b         # random weights on a GPU
 
-Adapters of random numbers are written as PEFT writes them, into a temporary folder, and used by `lora_request`. Both
-cases take turns on one engine, with the same prompts of random tokens and other ones in each round, end-of-text
-ignored. A RESULT line per round and case, then a table of medians without the first round, which loads the adapters.
-Goal: 75 % of the batch without adapters; --strict exits 1 below it.
+Adapters with random values are written in PEFT's format to a temporary folder, and used by `lora_request`. Both cases
+run interleaved on one engine, with the same prompts of random tokens, which change in each round; end-of-text is
+ignored. Prints a RESULT line per round and case, then a table of medians without the first round, which loads the
+adapters. Goal: 75 % of the speed without adapters; --strict exits 1 below it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Shapes = dict[str, tuple[int, int]]  # inputs and outputs of each module of a la
 
 
 def target_shapes(llm: LLM) -> Shapes:
-    """The linear modules of a layer as Llama and its relatives call them."""
+    """Return the linear modules of a layer, with the names of Llama and similar models."""
     model = llm.model_config
     hidden, inner, heads = model.hidden_size, model.intermediate_size, model.heads
     return {
@@ -46,7 +46,7 @@ def target_shapes(llm: LLM) -> Shapes:
 
 
 def write_adapter(folder: Path, shapes: Shapes, num_layers: int, rank: int, seed: int) -> Path:
-    """A PEFT folder of random matrices, small enough that the model still answers with numbers."""
+    """Write a PEFT folder of random matrices, small enough that the model's outputs stay finite."""
     import torch
     from safetensors.torch import save_file
 
@@ -66,7 +66,7 @@ def write_adapter(folder: Path, shapes: Shapes, num_layers: int, rank: int, seed
 
 
 def open_model(options: argparse.Namespace) -> LLM:
-    """The model that is named: a shape with random weights and made-up words, or one with files."""
+    """Load the named model: a shape with random weights and invented words, or one with files."""
     settings: dict[str, Any] = {
         "device": options.device,
         "dtype": options.dtype,
@@ -89,7 +89,7 @@ def tokens_per_second(
     loras: Sequence[LoRARequest] | None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Answer all prompts at once; raises if one of them is not answered in full."""
+    """Answer all prompts at once. Raises if one of them is not answered in full."""
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     llm.reset_prefix_cache()  # both cases of a round have the same prompts
     begin = clock()
@@ -102,7 +102,7 @@ def tokens_per_second(
 
 
 def measure(llm: LLM, options: argparse.Namespace, loras: Sequence[LoRARequest]) -> dict[str, list[float]]:
-    """Tokens/s of both cases in turn, a first round that does not count included."""
+    """Return tokens/s of both cases, interleaved, including a first round that does not count."""
     found: dict[str, list[float]] = {PLAIN: [], ADAPTED: []}
     most, clock = min(9_000, llm.model_config.vocab_size - 1), time.perf_counter
     if options.cpu_seconds:
@@ -118,7 +118,7 @@ def measure(llm: LLM, options: argparse.Namespace, loras: Sequence[LoRARequest])
 
 
 def ratios(rounds: dict[str, list[float]]) -> list[float]:
-    """With adapters over without, in each round but the first."""
+    """Return the speed with adapters divided by that without, for each round except the first."""
     return [one / plain for one, plain in zip(rounds[ADAPTED][1:], rounds[PLAIN][1:], strict=True)]
 
 
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def chosen_shapes(shapes: Shapes, targets: str | None) -> Shapes:
-    """Those of the named modules, or all."""
+    """Return the shapes of the named modules, or all."""
     if targets is None:
         return shapes
     wanted = targets.split(",")

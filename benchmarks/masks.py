@@ -1,14 +1,14 @@
-"""Masks of grammars: microseconds for one, row by row and in the table's threads.
+"""Measures the microseconds of a grammar mask, row by row and in the mask table's threads.
 
     python -m benchmarks.masks                         # the default model's vocabulary, a minute
     python -m benchmarks.masks --rows 1,256 --threads 4
     python -m benchmarks.masks --model FOLDER          # another model's vocabulary; only its tokenizer is read
 
-Rows follow a grammar at random. At every step the masks of all rows are computed three times over, in turn: one by one
-with llguidance's own slices, one by one with Quire's, and in the table, where the rows' tokens are consumed too.
-`until done` is the time from the batch's start until all its masks are there, and `all threads` the processor time that
-takes, both per mask; `engine` is the processor time of the engine's thread for a whole step, `consume` what it would
-spend beside if it consumed the tokens itself. The others are processor time per mask. All are medians over the steps.
+Rows follow a grammar at random. At every step the masks of all rows are computed three times: one by one with
+llguidance's own slices, one by one with Quire's, and in the table, which also consumes the rows' tokens. `until done`
+is the time from the batch's start until all its masks are complete, and `all threads` the processor time of that, both
+per mask; `engine` is the processor time of the engine's thread for a whole step, and `consume` what it would
+additionally need to consume the tokens itself. The others are processor time per mask. All are medians over the steps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ HEADER = ["grammar", "rows", "llguidance's slices", "one by one", "all threads",
 
 
 def all_grammars() -> dict[str, list[str]]:
-    """What is measured: for each name the grammars that its rows follow in turn."""
+    """Return the measured grammars: for each name, the grammars that its rows follow in turn."""
     schemas = [Structure("json", json.dumps(schema)) for schema in make_schemas(20)]
     return {
         "regex [a-z ]{200,4000}": [grammar_of(Structure("regex", "[a-z ]{200,4000}"))],
@@ -68,13 +68,13 @@ def all_grammars() -> dict[str, list[str]]:
 
 
 class AtOnce:
-    """Compiles further lexers when they are asked for: nothing else is measured meanwhile."""
+    """Compiles additional lexers immediately when they are requested, because nothing else is measured meanwhile."""
 
     def add_lexer(self, grammar: CompiledGrammar) -> None:
         grammar.add_lexer()
 
     def add_slices(self, grammar: CompiledGrammar) -> None:
-        """The grammars measured here have none."""
+        """Do nothing: the grammars measured here have no slices of their own."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Times:
 
 
 class Walk:
-    """Rows on their random ways through grammars. A row whose grammar is over starts again."""
+    """Rows on random paths through grammars. A row whose grammar is complete starts again."""
 
     def __init__(
         self, grammars: list[str], num_rows: int, tokens: GrammarTokens, plain: GrammarTokens, threads: int
@@ -113,7 +113,7 @@ class Walk:
         return self._plainly[row % len(self._plainly)].matcher(())
 
     def step(self, table: MaskTable, chosen: list[int] | None, times: Times) -> list[int]:
-        """Take in the tokens and compute all masks in all ways; the tokens that each row goes on with."""
+        """Consume the tokens and compute all masks in all ways. Returns the next token of each row."""
         copies = [matcher.clone() for matcher in self.rows]
         for group in (copies, self._plain_rows) if chosen is not None else ():
             began = time.thread_time()
@@ -146,7 +146,7 @@ class Walk:
             self.rows[row], self._plain_rows[row] = self._fresh(row), self._fresh_plain(row)
             bits = self.rows[row].clone().mask()
         allowed = np.flatnonzero(np.unpackbits(np.ascontiguousarray(bits).view(np.uint8), bitorder="little"))
-        return int(min(self.random.choices(allowed, k=3)))  # a frequent token is more likely than a rare one
+        return int(min(self.random.choices(allowed, k=3)))  # frequent tokens (low ids) are more likely than rare ones
 
 
 def _one_by_one(matchers: list[GrammarMatcher], live: list[bool]) -> float:
@@ -160,7 +160,7 @@ def _one_by_one(matchers: list[GrammarMatcher], live: list[bool]) -> float:
 def measure(
     grammars: list[str], num_rows: int, num_steps: int, tokens: GrammarTokens, plain: GrammarTokens, threads: int
 ) -> Times:
-    """The times of all steps but the first eighth, in which lexers are built and rows move to them."""
+    """Return the times of all steps except the first eighth, in which lexers are built and rows move to them."""
     walk = Walk(grammars, num_rows, tokens, plain, threads)
     table = MaskTable(num_rows, tokens.vocab_size, threads)
     chosen, times, warm = None, Times(), Times()
@@ -171,7 +171,7 @@ def measure(
 
 
 def vocabularies(vocabulary: Vocabulary) -> tuple[GrammarTokens, GrammarTokens]:
-    """With Quire's slices, and with llguidance's own."""
+    """Return the vocabulary with Quire's slices, and with llguidance's own."""
     from llguidance import LLTokenizer
 
     tokens, plain = (GrammarTokens(vocabulary, len(vocabulary.tokens)) for _ in range(2))

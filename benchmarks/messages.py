@@ -1,8 +1,8 @@
-"""What a request costs between an edge and the engine, in microseconds of Python.
+"""Measures the Python cost of a request between an edge and the engine, in microseconds.
 
     python -m benchmarks.messages
 
-Times are CPU time of this process, the least of several repeats: other programs on the machine disturb them less.
+Times are CPU time of this process, the minimum of several repeats, which other programs on the machine disturb least.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ROWS = (64, 512, 2_048)
 
 
 def least_us(function: Callable[[], object], seconds: float = 0.02) -> float:
-    """Microseconds of one call."""
+    """Return the least microseconds of one call."""
     once = min(timeit.repeat(function, number=1, repeat=3))
     number = max(1, int(seconds / max(once, 1e-7)))
     return min(timeit.repeat(function, number=number, repeat=REPEATS, timer=time.process_time)) / number * 1e6
 
 
 def parameters() -> Iterator[tuple[str, float]]:
-    """Making SamplingParams, in the ways they are made."""
+    """Measure making SamplingParams, in the ways in which they are made."""
     params = SamplingParams(temperature=0.0, max_tokens=8)
     yield (
         "SamplingParams(temperature=0.0, max_tokens=8)",
@@ -47,7 +47,7 @@ def parameters() -> Iterator[tuple[str, float]]:
 
 
 def requests(num_tokens: int) -> Iterator[tuple[str, float]]:
-    """Reading, sending and checking a request with a prompt of token ids."""
+    """Measure reading, sending and checking a request with a prompt of token ids."""
     ids = random.Random(0).choices(range(VOCAB), k=num_tokens)
     params = SamplingParams(temperature=0.0, max_tokens=8)
     request = Submit("cmpl-1", tuple(ids), params, TokenRules((2,), (), (2,)), tenant="t")
@@ -59,7 +59,8 @@ def requests(num_tokens: int) -> Iterator[tuple[str, float]]:
 
 
 def routing(num_rows: int, num_edges: int = 2, num_steps: int = 400) -> float:
-    """Splitting a step's tokens among edges while one request ends and one begins at every step; the median."""
+    """Measure dividing a step's tokens among edges while one request ends and one begins at every step. Returns the
+    median."""
     routes, live, spent = Routes(), list(range(num_rows)), []
     for handle in live:
         routes.add(handle % num_edges, str(handle), handle, 1)

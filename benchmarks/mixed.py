@@ -1,14 +1,14 @@
-"""What one request with a grammar and one with a penalty cost a batch of plain ones.
+"""Measures how one request with a grammar, and one with a penalty, slow down a batch of plain requests.
 
     python -m benchmarks.mixed                                                    # the default model, on this CPU
     python -m benchmarks.mixed --model tiny --requests 16 --tokens-out 32         # random weights, a minute
     python -m benchmarks.mixed --device cuda --model llama-3.1-8b                 # random weights on a GPU
-    python -m benchmarks.mixed --requests 16 --threads 1 --cpu-seconds            # where other work runs too
+    python -m benchmarks.mixed --requests 16 --threads 1 --cpu-seconds            # on a machine with other work
 
-The same requests, of random tokens, end-of-text ignored: plain; with a JSON schema on one of them; with a
-repetition penalty on one; with both, on two of them. The four cases take turns, with other tokens in each round. A
-RESULT line per round and case, then a table of medians without the first round, which compiles and captures. Goal: each
-case keeps 95 % of the plain batch's tokens/s; --strict exits 1 when one does not.
+The same requests, of random tokens with end-of-text ignored, run plain, with a JSON schema on one of them, with a
+repetition penalty on one, and with both on two of them. The four cases are interleaved, with other tokens in each
+round. Prints a RESULT line per round and case, then a table of medians without the first round, which compiles and
+captures. Goal: each case keeps 95 % of the plain batch's tokens/s; --strict exits 1 otherwise.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from benchmarks.report import facts, publish, save
 from quire import LLM, SamplingParams
 
 PLAIN, GOAL = "plain", 0.95
-# Too long to end early: the shortest record has dozens of tokens.
+# Too long for answers to end early: the shortest record has dozens of tokens.
 GRAMMAR = {"structured_outputs": {"json": {"type": "array", "items": RECORD, "minItems": 32}}}
 PENALTY = {"repetition_penalty": 1.1}
-CASES: dict[str, list[dict[str, Any]]] = {  # what the first requests of a batch ask for
+CASES: dict[str, list[dict[str, Any]]] = {  # extra parameters of the first requests of a batch
     PLAIN: [],
     "one grammar": [GRAMMAR],
     "one penalty": [PENALTY],
     "one of each": [GRAMMAR, PENALTY],
 }
-Rounds = dict[str, list[float]]  # out tokens/s of each round, by case
+Rounds = dict[str, list[float]]  # output tokens/s of each round, by case
 
 
 def open_model(options: argparse.Namespace) -> LLM:
-    """The model that is named: a shape with random weights and made-up words, or one with files."""
+    """Load the named model: a shape with random weights and invented words, or one with files."""
     settings: dict[str, Any] = {
         "device": options.device,
         "dtype": options.dtype,
@@ -55,7 +55,7 @@ def open_model(options: argparse.Namespace) -> LLM:
 
 
 def tokens_per_second(llm: LLM, case: str, prompts: list[list[int]], options: argparse.Namespace) -> float:
-    """Answer all prompts at once; raises if one of them is not answered in full."""
+    """Answer all prompts at once. Raises if one of them is not answered in full."""
     max_tokens, clock = options.tokens_out, time.process_time if options.cpu_seconds else time.perf_counter
     usual: dict[str, Any] = {"temperature": options.temperature, "max_tokens": max_tokens}
     usual |= {"ignore_eos": True, "detokenize": False}
@@ -74,7 +74,7 @@ def tokens_per_second(llm: LLM, case: str, prompts: list[list[int]], options: ar
 
 
 def measure(llm: LLM, options: argparse.Namespace) -> Rounds:
-    """All cases in turn, a first round that does not count included."""
+    """Run all cases interleaved, including a first round that does not count."""
     found: Rounds = {case: [] for case in CASES}
     most = min(9_000, llm.model_config.vocab_size - 1)
     for repeat in range(options.repeats + 1):
@@ -87,7 +87,7 @@ def measure(llm: LLM, options: argparse.Namespace) -> Rounds:
 
 
 def shares(rounds: Rounds) -> dict[str, float]:
-    """Each case's median as a share of the plain one, without the first round."""
+    """Return each case's median as a share of the plain one, without the first round."""
     plain = statistics.median(rounds[PLAIN][1:])
     return {case: statistics.median(values[1:]) / plain for case, values in rounds.items()}
 

@@ -1,10 +1,9 @@
-"""Bytes in memory over bytes in the file, for every stored format on CPUs: python -m benchmarks.panel_memory
+"""Prints bytes in memory / bytes in the file, for every stored format on CPUs: python -m benchmarks.panel_memory
     [--outputs 256] [--inputs 4096] [--json PATH]
 
-Weights with random levels are packed as the engine packs them: in the panels of integer products (`cpu_weights`
-integer, integer8 and integer16; their bytes are the same on every instruction set), and as levels that are
-multiplied as floats (`cpu_weights` float; the same in tiles and in panels). Products that expand weights to numbers are
-not listed.
+Random quantized weights are packed as the engine packs them: in the panels of integer gemms (`cpu_weights` integer,
+integer8 and integer16; their bytes are the same on every instruction set), and for multiplication as floats
+(`cpu_weights` float; the same in tiles and in panels). Kernels that expand weights are not listed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Stored:
 
 
 def gguf_weight(name: str, outputs: int, inputs: int) -> Stored:
-    """Random bytes; those of float16 numbers are such of numbers."""
+    """Return a weight of random bytes, in which the bytes of float16 values are finite."""
     kind = TYPE_BY_NAME[name]
     raw = torch.randint(0, 256, (outputs * inputs // kind.block_values, kind.block_bytes)).to(torch.uint8)
     places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}.get(name, (0, 2) if "1" in name else (0,))
@@ -51,7 +50,8 @@ def gguf_weight(name: str, outputs: int, inputs: int) -> Stored:
 
 
 def other_weight(name: str, outputs: int, inputs: int) -> Stored:
-    """As checkpoints of other kinds have them: levels, float16 scales, and zero points in as many bits as levels."""
+    """Return a weight in the format of other checkpoints: quantized weights, float16 scales, and zero points with as
+    many bits as weights."""
     bits = 4 if "4" in name.split(maxsplit=1)[0] or "4 bits" in name else 8
     group = inputs if "rows" in name else GROUP_SIZE
     levels = torch.randint(0, 1 << bits, (outputs, inputs))
@@ -71,14 +71,14 @@ def stored_weight(name: str, outputs: int, inputs: int) -> Stored:
 
 
 def panel_ratio(stored: Stored) -> float:
-    """Bytes in the panels of integer products over those of the file."""
+    """Return the bytes in the panels of integer gemms divided by those of the file."""
     multiply = IntegerProduct(PanelProduct(torch.float32, keeps_weight=False)).pack_quantized(stored.weight, None)
     assert isinstance(multiply, NativeMultiply)
     return multiply.weight.data.nbytes / stored.num_bytes
 
 
 def level_ratio(stored: Stored) -> float:
-    """The same of levels that are multiplied as floats."""
+    """Return the same ratio for weights that are multiplied as floats."""
     weight = stored.weight
     return packed_bytes(weight.levels.numel(), nibbles=weight.nibbles and weight.group >= GROUP) / stored.num_bytes
 

@@ -1,11 +1,11 @@
-"""What quantization costs: python -m benchmarks.perplexity --model MODEL [--model MODEL ...] --text FILE
+"""Measures the cost of quantization: python -m benchmarks.perplexity --model MODEL [--model MODEL ...] --text FILE
     [--quantization none,int8,fp8,int4] [--kv-cache-dtype auto,fp8,int8,int4] [--tokens 4096] [--window 512]
     [--device cpu] [--cpu-weights integer] [--llama-library PATH] [--json PATH]
 
-Perplexity of a text under every model with every kind of quantization of weights and of the KV cache, the memory of the
-weights and the bytes that a token takes in the cache. A checkpoint that is stored quantized (GPTQ, AWQ,
-compressed-tensors, FP8, GGUF) is read as it is, with the quantization "none". With a library that exports llama.cpp's
-functions (the one in the package xllamacpp does), GGUF files get llama.cpp's own line.
+Prints the perplexity of a text under every model with every kind of quantization of weights and of the KV cache, the
+memory of the weights, and the bytes that a token takes in the cache. A quantized checkpoint (GPTQ, AWQ,
+compressed-tensors, FP8, GGUF) is read as stored, with the quantization "none". With a library that exports llama.cpp's
+functions (like the one in the package xllamacpp), GGUF files also get a line by llama.cpp.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Figure:
 
 
 def perplexity(llm: LLM, tokens: Sequence[int], window: int) -> float:
-    """Of all tokens but the first of each window, each seen after the tokens of its window alone."""
+    """Return the perplexity of all tokens except the first of each window; each token sees only the tokens of its
+    window."""
     windows = [list(tokens[begin : begin + window]) for begin in range(0, len(tokens), window)]
     reading = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     total, count = 0.0, 0
@@ -65,7 +66,7 @@ def measure(
 
 
 def measure_llama(model: str, text: str, settings: dict[str, Any], options: argparse.Namespace) -> Figure:
-    """The same tokens by llama.cpp."""
+    """Measure the same tokens with llama.cpp."""
     from benchmarks.llama_cpp import llama_perplexity
     from quire.runtime.loading.resolve import resolve_model
     from quire.serving.text.tokenizer import load_tokenizer

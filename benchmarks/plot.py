@@ -1,4 +1,4 @@
-"""Small SVG plots: curves and stacked bars, drawn without any package."""
+"""Small SVG plots (curves and stacked bars), drawn without any package."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Curves:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One panel: a bar for each name, of stacked shares that add up to at most one."""
+    """One panel: one bar per name, of stacked shares whose sum is at most one."""
 
     title: str
     parts: Sequence[str]
@@ -81,7 +81,7 @@ class Bars:
                 if share > 0.06:
                     lines.append(_text(x + 0.35 * pitch, y + height / 2 + 4, f"{share:.0%}", "middle", "#fff"))
                 below += share
-            lower = 12 * (number % 2) if pitch < 60 else 0  # narrow bars: names take turns
+            lower = 12 * (number % 2) if pitch < 60 else 0  # narrow bars: names on two alternating lines
             lines.append(_text(x + 0.35 * pitch, HEIGHT - BOTTOM + 14 + lower, name, "middle"))
         for place, part in enumerate(self.parts):
             lines += _key(place, part, COLOURS[place % len(COLOURS)])

@@ -1,23 +1,23 @@
-"""Scheduling policies beside each other on one trace: the real engine, no model, and a clock that a cost model moves.
+"""Compares scheduling policies on one trace: the real engine, no model, and a clock driven by a cost model.
 
     python -m benchmarks.policies figures --trace AzureLLMInferenceTrace_conv.csv --plot figures.svg
-    python -m benchmarks.policies memory                           # what the KV memory holds; the first half of figures
+    python -m benchmarks.policies memory                           # use of the KV memory; the first half of figures
     python -m benchmarks.policies rates --rates 1 2 4 8 16         # policies: throughput and latency at request rates
-    python -m benchmarks.policies fair                             # one tenant floods, another asks now and then
+    python -m benchmarks.policies fair                             # one tenant floods, another sends few requests
     python -m benchmarks.policies greedy                           # two tenants always wait, one asks for far more
-    python -m benchmarks.policies priority                         # urgent requests never end, one that is not comes
+    python -m benchmarks.policies priority                         # urgent requests all the time, and a less urgent one
     python -m benchmarks.policies long                             # one long prompt among short ones
     python -m benchmarks.policies prefixes                         # longest prefix first in a small cache
 
-`figures` compares ways to hold the KV memory, as the PagedAttention paper does: static batches and Orca's reservations,
+`figures` compares ways to manage KV memory, like the PagedAttention paper: static batches and Orca's reservations,
 paged and virtual memory; under pressure, and at request rates.
 
-A step takes --step-ms, and --token-us for each prompt token, and --row-us for each row that decodes. Seconds are the
-model's, not this machine's, so the same command gives the same figures anywhere. `virtual` has blocks of
-whole pages of 2 MiB, as many tokens of --virtual-model as that takes, and pays --map-us for each that a row gets; how
-fast its kernels are is another matter (benchmarks.kv_layouts). `memory` counts token slots while
-requests queue: those that hold a token, those reserved for tokens to come, those that no token will ever use, and those
-that are free and of no use. `orca-oracle` knows the true lengths, as every request has max_tokens and ignore_eos.
+A step takes --step-ms, plus --token-us for each prompt token, plus --row-us for each decoding row. Seconds are those of
+the cost model, not of this machine, so the same command gives the same results anywhere. `virtual` has blocks of whole
+2 MiB pages, with as many tokens of --virtual-model as fit, and pays --map-us for each block that a row gets; the speed
+of its kernels is not considered (see benchmarks.kv_layouts). `memory` counts token slots while requests queue: those
+that hold a token, those reserved for future tokens, those that no token will ever use, and free ones that cannot be
+used. `orca-oracle` knows the true lengths, because every request has max_tokens and ignore_eos.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from quire.types.output import TokensOut
 Rows = list[list[str]]
 BASELINES: tuple[PolicyName, ...] = ("static", "orca-max", "orca-pow2", "orca-oracle")
 FLOOD = 800  # requests of the tenant that floods
-KV_BYTES = 2  # of a number in the cache
-LOOK_EVERY = 7  # steps between two looks at the memory
+KV_BYTES = 2  # bytes per element in the cache
+LOOK_EVERY = 7  # steps between two readings of the memory
 PARTS = ("tokens", "reserved for later", "never used", "free")
 AGEINGS = (30.0, 5.0, 1.0)  # seconds
 
 
 class Figures(NamedTuple):
-    """What a command found: a table, plots, and the same for JSON."""
+    """The results of a command: a table, plots, and the same for JSON."""
 
     header: list[str]
     rows: Rows
@@ -61,7 +61,7 @@ class Figures(NamedTuple):
 
 @dataclass(slots=True)
 class MemoryWatch:
-    """Shares of the token slots, summed over the steps in which somebody waits."""
+    """Shares of the token slots, summed over the steps in which requests wait."""
 
     arrivals: Sequence[Arrival]
     cache: CacheConfig
@@ -90,7 +90,7 @@ class MemoryWatch:
 
 
 class System(NamedTuple):
-    """A way to hold the KV memory."""
+    """A way to manage KV memory."""
 
     policy: PolicyName
     block_size: int
@@ -110,7 +110,7 @@ def _systems(args: argparse.Namespace) -> dict[str, System]:
 
 
 def memory(args: argparse.Namespace) -> Figures:
-    """What the KV memory holds under pressure, as figure 2 of the PagedAttention paper."""
+    """Measure the use of KV memory under pressure, as in figure 2 of the PagedAttention paper."""
     arrivals = [replace(each, at=0.0) for each in read_arrivals(args.trace, args.requests, args.max_model_len)]
     bars, rows = {}, []
     for name, system in _systems(args).items():
@@ -127,7 +127,7 @@ def memory(args: argparse.Namespace) -> Figures:
 
 
 def figures(args: argparse.Namespace) -> Figures:
-    """The memory figure, and throughput and latency of the same systems against the request rate."""
+    """Measure the use of memory, and throughput and latency of the same systems at several request rates."""
     first = memory(args)
     publish(f"memory: {_title(args)}", first.header, first.rows, facts())
     second = _against_rate(args, {name: system.replay(args) for name, system in _systems(args).items()})
@@ -135,7 +135,7 @@ def figures(args: argparse.Namespace) -> Figures:
 
 
 def rates(args: argparse.Namespace) -> Figures:
-    """Throughput and latency of policies against the request rate."""
+    """Measure throughput and latency of policies at several request rates."""
     return _against_rate(args, {n: Replay(_cost(args), _cache(args), _scheduler(args, n)) for n in args.policies})
 
 
@@ -161,7 +161,7 @@ def _against_rate(args: argparse.Namespace, arms: dict[str, Replay]) -> Figures:
 
 
 def fair(args: argparse.Namespace) -> Figures:
-    """A tenant that asks now and then, alone and while another floods."""
+    """Measure a tenant with few requests, alone and while another tenant floods."""
     rng, quiet = random.Random(0), []
     now = 5.0
     for _ in range(args.requests or 100):
@@ -183,16 +183,16 @@ def fair(args: argparse.Namespace) -> Figures:
 
 @dataclass(slots=True)
 class ServiceWatch:
-    """How far the services of two tenants drift apart while both have requests waiting, in weighted tokens.
+    """How far the services of two tenants differ while both have waiting requests, in weighted tokens.
 
-    A prompt counts with the first token of its answer, an output token when it is said.
+    A prompt counts with the first token of its answer, an output token when it is generated.
     """
 
     arrivals: Sequence[Arrival]
     weights: tuple[float, float]
     served: dict[str, float] = field(default_factory=lambda: {"modest": 0.0, "greedy": 0.0})
     widest: float = 0.0
-    start: float | None = None  # the difference when both began to wait
+    start: float | None = None  # the difference when both started to wait
     begun: set[int] = field(default_factory=set)
 
     def __call__(self, core: EngineCore, now: float, out: TokensOut) -> None:
@@ -211,7 +211,7 @@ class ServiceWatch:
 
 
 def greedy(args: argparse.Namespace) -> Figures:
-    """Two tenants that always have requests waiting; one asks for four times as much."""
+    """Measure two tenants that always have waiting requests; one requests four times as much."""
     rng, arrivals, weights = random.Random(0), [], (_settings(args).input_weight, _settings(args).output_weight)
     for number in range(args.requests or 400):
         tenant, scale = ("modest", 1) if number % 2 else ("greedy", 4)
@@ -230,7 +230,7 @@ def greedy(args: argparse.Namespace) -> Figures:
 
 
 def priority(args: argparse.Namespace) -> Figures:
-    """More urgent requests come all the time than can be served; now and then one that is less urgent by one."""
+    """Measure a constant overload of urgent requests, with an occasional request that is less urgent by one."""
     rng, arrivals, now = random.Random(0), [], 0.0
     for number in range(args.requests or 2_000):
         now += rng.expovariate(40.0)
@@ -255,7 +255,7 @@ def priority(args: argparse.Namespace) -> Figures:
 
 
 def long(args: argparse.Namespace) -> Figures:
-    """Short requests, and one of --long-prompt tokens in their midst."""
+    """Measure short requests with one request of --long-prompt tokens among them."""
     rng, shorts, now = random.Random(0), [], 0.0
     for _ in range(args.requests or 400):
         now += rng.expovariate(args.rates[0])
@@ -277,7 +277,7 @@ def long(args: argparse.Namespace) -> Figures:
 
 
 def prefixes(args: argparse.Namespace) -> Figures:
-    """Prompts of a few families, each with a long common beginning, in a cache that does not hold them all."""
+    """Measure prompts of a few families, each with a long common prefix, in a cache that does not hold all of them."""
     rng, arrivals = random.Random(0), []
     for _ in range(args.requests or 400):
         family = rng.randrange(24)

@@ -1,4 +1,4 @@
-"""A trace replayed over the real engine, an executor without a model and a clock that a cost model moves."""
+"""Replays a trace over the real engine, an executor without a model, and a clock driven by a cost model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace. `shared` tokens of its prompt are those of every request of its `family`."""
+    """One request of a trace. The first `shared` tokens of its prompt are common to all requests of its `family`."""
 
     at: float
     prompt: int
@@ -50,9 +50,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class MappingCost(Cost):
-    """Of the virtual layout: every block that a row gets is mapped before the step."""
+    """The cost of the virtual layout: every block that a row gets is mapped before the step."""
 
-    block: float  # seconds to map one and to unmap it
+    block: float  # seconds to map and unmap one block
 
     def seconds(self, plan: StepPlan) -> float:
         num_mapped = len(plan.grant_blocks) + sum(len(new.block_ids) for new in plan.new_rows)
@@ -60,13 +60,13 @@ class MappingCost(Cost):
 
 
 def page_tokens(token_bytes: int) -> int:
-    """Tokens of the smallest block that is a whole number of a GPU's pages."""
+    """Return the tokens of the smallest block that is a whole number of GPU pages."""
     return GPU_PAGE // gcd(GPU_PAGE, token_bytes)
 
 
 @dataclass(slots=True)
 class Run:
-    """What one replay came to. Arrays are by request, in seconds."""
+    """The results of one replay. Arrays are by request, in seconds."""
 
     arrivals: Sequence[Arrival]
     first: Times
@@ -88,19 +88,19 @@ class Run:
 
     @property
     def normalized(self) -> Times:
-        """Latency / output tokens, as the PagedAttention paper plots it."""
+        """Latency / output tokens, as plotted in the PagedAttention paper."""
         starts = np.array([arrival.at for arrival in self.arrivals])
         return (self.last - starts) / np.array([arrival.output for arrival in self.arrivals])
 
     @property
     def throughput(self) -> float:
-        """Output tokens a second, from the first arrival to the last token."""
+        """Output tokens per second, from the first arrival to the last token."""
         return sum(arrival.output for arrival in self.arrivals) / self.seconds
 
 
 @dataclass(slots=True)
 class Replay:
-    """Runs arrivals under a policy. `watch` is called after every step with the engine, the time and what was said."""
+    """Runs arrivals under a policy. `watch` is called after every step with the engine, the time and the output."""
 
     cost: Cost
     cache: CacheConfig
@@ -137,7 +137,8 @@ class Replay:
 
 
 def read_arrivals(trace: Path | None, count: int, max_model_len: int, seed: int = 0) -> list[Arrival]:
-    """Requests of an Azure trace in their own time, or synthetic ones at one a second; prompts are cut to fit."""
+    """Return the requests of an Azure trace at their recorded times, or synthetic ones at one per second; prompts are
+    cut to fit."""
     if trace is None:
         rng, now, arrivals = random.Random(seed), 0.0, []
         for lengths in synthetic_trace(count, seed):
@@ -152,7 +153,7 @@ def read_arrivals(trace: Path | None, count: int, max_model_len: int, seed: int 
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same requests, so many a second on average."""
+    """Return the same requests at an average rate of `rate` per second."""
     span = arrivals[-1].at - arrivals[0].at
     stretch = (len(arrivals) - 1) / span / rate if span > 0 else 1.0
     return [replace(arrival, at=(arrival.at - arrivals[0].at) * stretch) for arrival in arrivals]

@@ -1,14 +1,14 @@
-"""A storm of requests in a small cache: what swapping, recomputing and choosing between them cost, by block size.
+"""Measures a burst of requests in a small cache: the cost of swapping, recomputing and `auto`, by block size.
 
     python -m benchmarks.preemption                                       # a tiny model's shape on this CPU
     python -m benchmarks.preemption --model small --block-sizes 16 64     # a small one
-    python -m benchmarks.preemption --device cuda --model llama-3.1-8b    # on a GPU; --json PATH keeps it all
+    python -m benchmarks.preemption --device cuda --model llama-3.1-8b    # on a GPU; --json PATH writes all results
 
-The same requests, of random tokens and a random model, all at once, run through the real engine: in a cache that holds
-all of them, and in one that is 1.2 times as large as the longest, with each way to preempt, in turns. Goodput is output
-tokens per second beside those of the cache that holds all. Prefixes are not cached, so nothing else brings blocks back.
-Goals: choosing takes at most 5 % longer than the better way, keeps 70 % of the goodput, and preempts no request more
-than four times; --strict exits 1 when one is missed.
+The same requests, of random tokens and a random model, are submitted at once to the real engine: with a cache that
+holds all of them, and with one 1.2 times as large as the longest, with each preemption mode, interleaved. Goodput is
+output tokens per second relative to the cache that holds all. Prefixes are not cached, so no blocks are reused
+otherwise. Goals: `auto` takes at most 5 % longer than the better mode, keeps 70 % of the goodput, and preempts no
+request more than four times; --strict exits 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ SHAPES = {"tiny": TINY, "small": SMALL, **MODELS}
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FITS, WAYS = "fits", ("swap", "recompute", "auto")
 LONGEST = {"cpu": 1_024, "cuda": 4_096}
-HEADROOM = 1.2  # of the cache, over the longest request
+HEADROOM = 1.2  # size of the cache relative to the longest request
 WARMING = 3  # requests before the clock starts
 MOST_BESIDE, LEAST_GOODPUT, MOST_PREEMPTIONS = 1.05, 0.7, 4  # goals
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One storm."""
+    """One run of all requests."""
 
-    way: str  # how requests made room; or the cache that holds all
+    way: str  # the preemption mode, or the cache that holds all
     block_size: int
     seconds: float
     output_tokens: int
@@ -66,7 +66,7 @@ class Run:
     most_preemptions: int  # of one request
     swaps: int
     moved_blocks: int
-    num_changed: int = 0  # answers that differ from those of the cache that holds all
+    num_changed: int = 0  # answers that differ from those with the cache that holds all
 
     @property
     def rate(self) -> float:
@@ -74,7 +74,8 @@ class Run:
 
 
 def draw(count: int, longest: int) -> list[Lengths]:
-    """Requests with a long tail: half of the longest is prompt, and most have a fifteenth of its tokens."""
+    """Return requests with a long-tailed distribution: half of the longest is prompt, and most have a fifteenth of its
+    tokens."""
     rng = random.Random(11)
     lengths = [Lengths(longest // 2, longest - longest // 2)]
     while len(lengths) < count:
@@ -86,7 +87,7 @@ def draw(count: int, longest: int) -> list[Lengths]:
 
 
 def run(way: str, planned: PlannedEngine, lengths: Sequence[Lengths], seed: int) -> tuple[Run, dict[str, Finished]]:
-    """All requests at once, to their ends; nothing is timed before a few have run."""
+    """Run all requests at once, to their ends. Nothing is timed before a few have run."""
     core = planned.build("dummy", progress=lambda *_: None)
     try:
         _drive(core, lengths[:WARMING], -1)
@@ -149,7 +150,7 @@ def _plan(
 
 
 def measure(arguments: argparse.Namespace, lengths: Sequence[Lengths]) -> list[Run]:
-    """Every way at every block size, in turns."""
+    """Measure every preemption mode at every block size, interleaved."""
     runs = list[Run]()
     with tempfile.TemporaryDirectory() as name:
         folder = SHAPES[arguments.model].write(Path(name))
@@ -170,7 +171,7 @@ def measure(arguments: argparse.Namespace, lengths: Sequence[Lengths]) -> list[R
 
 
 def median(runs: Sequence[Run], way: str, size: int) -> Run:
-    """The run of the middle time."""
+    """Return the run with the median time."""
     own = [each for each in runs if (each.way, each.block_size) == (way, size)]
     return sorted(own, key=lambda each: each.seconds)[len(own) // 2]
 
@@ -195,7 +196,7 @@ def rows(runs: Sequence[Run], sizes: Sequence[int]) -> list[tuple[object, ...]]:
 
 
 def missed(runs: Sequence[Run], sizes: Sequence[int]) -> list[str]:
-    """The goals that choosing misses."""
+    """Return the goals that `auto` misses."""
     found = list[str]()
     for size in sizes:
         calm, swap, again, auto = (median(runs, way, size) for way in (FITS, *WAYS))

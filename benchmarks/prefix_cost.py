@@ -1,12 +1,12 @@
-"""What the prefix cache costs where nothing is ever found: cache on against cache off, in turn, in one process.
+"""Measures the cost of the prefix cache when nothing is ever found: cache on and off, interleaved, in one process.
 
     python -m benchmarks.prefix_cost
     python -m benchmarks.prefix_cost --repeats 15 --requests 32 --prompt-tokens 256
 
-Every round draws fresh prompts, offers them at once to both engines, the second first in every other round, and
-compares output and prompt tokens a second. The control plane alone is timed too, over an executor that answers at
-once: its CPU microseconds per request, on less off, are the cost that does not drown in the noise of the model.
-Goal: under 1 % of throughput; --strict exits 1 when the control plane's share is above it.
+Every round draws new prompts, submits them to both engines (in alternating order), and compares output and prompt
+tokens per second. The control plane alone is timed too, over an executor that answers at once: the difference of its
+CPU microseconds per request, on minus off, is a cost that the noise of the model does not hide. Goal: under 1 % of
+throughput; --strict exits 1 when the control plane's share is above it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_COST = 0.01
 
 
 def seconds(llm: LLM, prompts: list[list[int]], num_output: int) -> float:
-    """How long one engine takes for all prompts."""
+    """Return how long one engine takes for all prompts."""
     sampling = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     llm.generate(prompts, sampling, use_tqdm=False)
@@ -40,7 +40,7 @@ def seconds(llm: LLM, prompts: list[list[int]], num_output: int) -> float:
 def control_plane(
     prompts: list[list[int]], num_output: int, block_size: int, num_blocks: int, *, caching: bool
 ) -> float:
-    """CPU seconds of the same prompts without a model. The cache is full and evicts all the time."""
+    """Return the CPU seconds of the same prompts without a model. The cache is full and evicts constantly."""
     cache = CacheConfig(block_size, num_blocks, enable_prefix_caching=caching)
     longest = len(prompts[0]) + num_output + 1
     core = EngineCore(InstantExecutor(), cache, SchedulerConfig(64, 512, longest), vocab_size=2**30)

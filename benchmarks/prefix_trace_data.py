@@ -1,4 +1,5 @@
-"""Conversations that begin alike: the Mooncake trace, or one made from a seed; and what no cache can beat."""
+"""Conversations with common prefixes: the Mooncake trace, or one made from a seed; and the upper bound of cache
+hits."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from benchmarks.policy_replay import Arrival
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
 
-HASH_TOKENS = 512  # of the trace: one hash names so many tokens of a prompt, and all before them
+HASH_TOKENS = 512  # in the trace, one hash identifies this many tokens of a prompt and all tokens before them
 
 
 @dataclass(frozen=True, slots=True)
 class Turn(Arrival):
-    """A request whose prompt is made of named pieces of `piece` tokens; the last may be shorter."""
+    """A request whose prompt consists of named pieces of `piece` tokens; the last may be shorter."""
 
     hashes: tuple[int, ...] = ()
     piece: int = 1
@@ -29,7 +30,7 @@ class Turn(Arrival):
 
 
 def read_mooncake(path: Path, scale: int, count: int) -> list[Turn]:
-    """Requests of a Mooncake trace (JSON lines) in their own time, with lengths divided by `scale`."""
+    """Return the requests of a Mooncake trace (JSON lines) at their recorded times, with lengths divided by `scale`."""
     turns = []
     with path.open() as file:
         for line in file:
@@ -45,7 +46,8 @@ def read_mooncake(path: Path, scale: int, count: int) -> list[Turn]:
 
 
 def synthetic_conversations(count: int, scale: int, seed: int = 0) -> list[Turn]:
-    """Conversations of several turns, each of which begins with all that was said before; all share one first piece."""
+    """Return conversations of several turns, each of which begins with the whole conversation so far; all share one
+    first piece."""
     rng, names, now = random.Random(seed), iter(range(1, 1 << 30)), 0.0
     open_ones: list[list[int]] = []
     turns = []
@@ -68,18 +70,19 @@ def _turn(at: float, num_input: int, num_output: int, hashes: Sequence[int], sca
 
 
 def distinct_tokens(turns: Sequence[Turn]) -> int:
-    """Tokens that a cache holds which has seen all prompts and forgets nothing."""
+    """Return how many tokens a cache holds that has seen all prompts and evicts nothing."""
     return _Oracle(turns).num_tokens
 
 
 def most_hits(turns: Sequence[Turn]) -> tuple[int, int]:
-    """How many prompt tokens an infinite cache finds if each prompt is there when the next one comes, and how many are
-    looked up. The last token of a prompt is always computed."""
+    """Return how many prompt tokens an infinite cache finds if each prompt is cached when the next one arrives, and how
+    many are looked up. The last token of a prompt is always computed."""
     return _Oracle(turns).num_hits, sum(turn.prompt for turn in turns)
 
 
 class _Oracle:
-    """Every prompt in order, in a tree of pieces: how long a piece was seen, and what came after it."""
+    """All prompts in order, in a tree of pieces, with the length of each piece that was seen and the pieces after
+    it."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.num_hits = self.num_tokens = 0

@@ -1,12 +1,12 @@
-"""Prompt tokens found in the prefix cache against its size, for each eviction policy: the real engine, no model.
+"""Measures prompt tokens found in the prefix cache by its size, for each eviction policy: the real engine, no model.
 
     python -m benchmarks.prefix_traces --trace conversation_trace.jsonl --plot hits.svg
     python -m benchmarks.prefix_traces --requests 2000 --shares 0.05 0.2 1.2      # synthetic conversations
 
-The trace is Mooncake's: a prompt is a list of hashes, each of 512 tokens and all before them. Lengths are divided by
+In Mooncake's trace a prompt is a list of hashes, each of 512 tokens and all tokens before them. Lengths are divided by
 --scale, and a cache of share 1 holds every distinct prompt token of the trace. The oracle is an infinite cache that has
-every earlier prompt; how far the largest cache is short of it is printed below the table. A step takes --step-ms, and
---token-us for each token of the trace that is computed, and --row-us for each row that decodes.
+every earlier prompt; the difference between the largest cache and the oracle is printed below the table. A step takes
+--step-ms, plus --token-us for each computed token of the trace, plus --row-us for each decoding row.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.tiers import EVICTION_NAMES, EvictionName
 from quire.simulator.cost import Cost
 
-MOST_TOKENS = 2_048  # of a step
+MOST_TOKENS = 2_048  # tokens per step
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One replay: an eviction policy and a cache of so many blocks."""
+    """One replay: an eviction policy and a number of blocks."""
 
     eviction: EvictionName
     num_blocks: int
@@ -47,7 +47,7 @@ class Case:
 
 
 def found_share(case: Case) -> float:
-    """Prompt tokens found / looked up."""
+    """Return prompt tokens found / looked up."""
     longest = max(turn.prompt + turn.output for turn in case.turns)
     cache = CacheConfig(case.block_size, case.num_blocks, eviction=case.eviction)
     scheduler = SchedulerConfig(256, MOST_TOKENS, longest + 1)

@@ -1,11 +1,11 @@
-"""What logprobs of prompts cost beside the same prompts without them, and what a shared context saves.
+"""Measures the cost of prompt logprobs relative to the same prompts without them, and the gain of a shared context.
 
     python -m benchmarks.prompt_logprobs                               # 64 prompts of 256 tokens, the default model
     python -m benchmarks.prompt_logprobs --prompts 8 --threads 1 --device cpu
 
-The rows take turns, so that what else the machine does falls on all. "CPU s" is the time that the process spent
-computing: on a busy machine it says more than the wall clock. The last two rows score four continuations of eight
-tokens after each of a quarter as many contexts: all of the prompts, or the continuations alone.
+The rows are interleaved, so that other load on the machine affects all of them. "CPU s" is the CPU time of the process,
+which on a busy machine is more reliable than wall time. The last two rows score four continuations of eight tokens
+after each of a quarter as many contexts: the whole prompts, or only the continuations.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
                 before, cpu, wall = llm.stats().computed_tokens, time.process_time(), time.perf_counter()
                 load()
                 found = (time.perf_counter() - wall, time.process_time() - cpu)
-                if repeat:  # the first of each warms up
+                if repeat:  # the first of each is a warm-up
                     runs[name].append((*found, llm.stats().computed_tokens - before))
     medians = {
         name: [statistics.median(one[column] for one in found) for column in range(3)] for name, found in runs.items()

@@ -1,12 +1,12 @@
-"""Writes quantized checkpoints of a GGUF model by other tools, for benchmarks.perplexity:
+"""Writes quantized checkpoints of a GGUF model with other tools, for benchmarks.perplexity:
     python -m benchmarks.quantized_models --model FILE.gguf --output FOLDER --text FILE --kind plain,gptq,awq,q4_k_m
     [--group-size 64] [--samples 16] [--window 256] [--skip-tokens 8192] [--llama-library PATH]
 
 `plain`: bfloat16 safetensors, which `gptq` (by the package gptqmodel) and `awq` (by llmcompressor) start from, both of
 4 bits. `q4_k_m`: a GGUF file of a tied Llama whose matrices llama.cpp's own `ggml_quantize_chunk` rounds, with the
 types that its Q4_K_M gives to each; needs the package gguf and a library that exports the function, as the one of
-xllamacpp does.
-Calibration reads `--samples` windows of the text behind its first `--skip-tokens` tokens, which the perplexity is of.
+xllamacpp does. Calibration uses `--samples` windows of the text after its first `--skip-tokens` tokens, on which
+perplexity is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = ("plain", "gptq", "awq", "q4_k_m")
 
 
 def write_plain(model: Path, folder: Path) -> None:
-    """The GGUF file's numbers in bfloat16, as transformers' checkpoints have them."""
+    """Write the GGUF file's weights in bfloat16, in the format of transformers' checkpoints."""
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoTokenizer
 
@@ -65,7 +65,7 @@ def write_gptq(plain: Path, folder: Path, options: argparse.Namespace) -> None:
 
 
 def write_awq(plain: Path, folder: Path, options: argparse.Namespace) -> None:
-    """With zero points, in the files of compressed-tensors."""
+    """Write an AWQ checkpoint with zero points, in the format of compressed-tensors."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -121,8 +121,9 @@ def write_q4_k_m(model: Path, file: Path, library: Path) -> None:
 
 
 def k_m_type(name: str, inputs: int, layers: int) -> str:
-    """What llama.cpp's Q4_K_M makes of a matrix of a Llama with a tied head: the table, and the values and down
-    projections of half of the layers, get Q6_K; a row that blocks of 256 do not divide gets the next larger type."""
+    """Return the type that llama.cpp's Q4_K_M gives to a matrix of a Llama with a tied head: Q6_K for the table, and
+    for the values and down projections of half of the layers. If the row length is not a multiple of 256, it is the
+    next larger type."""
     found = re.fullmatch(r"blk\.(\d+)\.(attn_v|ffn_down)\.weight", name)
     layer, eighth = int(found[1]) if found else 0, layers // 8
     more = found is not None and (layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2)

@@ -1,10 +1,11 @@
-"""Memory of each rank: bytes of its weights and of its KV cache, beside those of one process.
+"""Prints the memory of each rank: bytes of its weights and of its KV cache, compared with one process.
 
     python -m benchmarks.rank_memory --ranks 1,2,4            # random weights in the shape of Qwen3-0.6B
     python -m benchmarks.rank_memory --model FOLDER --ranks 1,2
 
 Ranks are processes that share every layer (`tensor_parallel_size`), on this CPU. The number of KV blocks is the same
-for all: each rank has its heads' part of every block. The share is of one process, of the rank that holds most.
+for all: each rank has the part of every block for its heads. The share is that of the largest rank relative to one
+process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SHAPE: dict[str, Any] = {  # of Qwen3-0.6B
 
 
 def measure(folder: Path, num_ranks: int, num_blocks: int, load_format: str) -> list[tuple[int, int]]:
-    """Bytes of weights and of KV cache, by rank."""
+    """Return the bytes of weights and of KV cache, by rank."""
     ranks: dict[str, Any] = {"executor": "processes", "tensor_parallel_size": num_ranks}
     sizes: dict[str, Any] = {"num_kv_blocks": num_blocks, "max_model_len": 1_024, "max_num_seqs": 8, "device": "cpu"}
     with LLM(folder, **ranks, **sizes, load_format=load_format, skip_tokenizer_init=True) as llm:

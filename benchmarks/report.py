@@ -1,4 +1,4 @@
-"""What every benchmark prints around its figures: where they were measured, a table, a JSON file."""
+"""The output that all benchmarks share: the machine's facts, a table, a JSON file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("quire", "torch", "numpy", "transformers")
 
 
 def facts() -> dict[str, Any]:
-    """The machine, its load now, the versions and the commit; to be taken before measuring."""
+    """Return the machine, its current load, the versions and the commit. Call it before measuring."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -31,7 +31,7 @@ def facts() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checked-out commit, marked when the tree differs from it; "unknown" outside a repository."""
+    """Return the checked-out commit, marked if the tree differs from it; "unknown" outside a repository."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no")
@@ -50,7 +50,7 @@ def cpu_name() -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table with aligned columns; the first column is text, the others are figures."""
+    """Return a Markdown table with aligned columns; the first column is text, the others are values."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = [
@@ -64,7 +64,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def publish(title: str, header: Sequence[str], rows: Sequence[Sequence[object]], where: dict[str, Any]) -> None:
-    """Print the facts, taken before anything was measured, and the table."""
+    """Print the facts, which were collected before the measurements, and the table."""
     print(f"# {title}")
     machine = f"{where['cpu']} x {where['cores']} (load {where['load_before']} before)"
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
@@ -73,7 +73,7 @@ def publish(title: str, header: Sequence[str], rows: Sequence[Sequence[object]],
 
 
 def save(out: Path | None, title: str, where: dict[str, Any], data: dict[str, Any]) -> None:
-    """Write everything to `out`, if one is given."""
+    """Write everything to `out`, if it is given."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps({"title": title, "facts": where, **data}, indent=1))

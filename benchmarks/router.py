@@ -1,4 +1,4 @@
-"""The router over several replicas: how much of their caches it finds again, and what it costs itself.
+"""Measures the router over several replicas: how many cached tokens it finds, and its own cost.
 
     python -m benchmarks.router hits --trace conversation_trace.jsonl --replicas 2 4
     python -m benchmarks.router hits --requests 3000            # synthetic conversations
@@ -7,8 +7,8 @@
 
 `hits` replays conversations (Mooncake's trace, or made from a seed) over simulated replicas: each has a prefix cache of
 --cache-tokens (whole blocks of 512 tokens, least recently used first), computes missing prompt tokens one request after
-the other, and decodes all its requests at once. The router's own code chooses, from the text of the prompts. Beside it:
-round robin over the same replicas, and one replica with a cache as large as all of them together.
+the other, and decodes all its requests at once. The router's own code chooses, from the text of the prompts. It is
+compared with round robin over the same replicas, and with one replica with a cache as large as all of them together.
 
 `engines` does the same over real engines of a tiny model (`quire serve --replicas N`), with lengths divided by --scale;
 the figures are of the engines' own metrics.
@@ -37,8 +37,8 @@ from quire.serving.router.prompt_keys import Prompt, chunk_keys
 from quire.serving.router.replica import Replica
 
 BYTES_PER_TOKEN = 4
-TOKEN_SECONDS = 8e-6  # to compute one prompt token
-DECODE_SECONDS = 0.02  # for one token of an answer
+TOKEN_SECONDS = 8e-6  # seconds to compute one prompt token
+DECODE_SECONDS = 0.02  # seconds for one output token
 
 
 class SimulatedReplica:
@@ -51,7 +51,7 @@ class SimulatedReplica:
         self.num_hits = self.num_asked = 0
 
     def take(self, turn: Turn, now: float) -> float:
-        """Serve a request that comes now. Returns when it ends."""
+        """Serve a request that arrives now. Returns when it ends."""
         hits = 0
         for name in turn.hashes:
             if name not in self._blocks:
@@ -73,7 +73,7 @@ Pick = Callable[[Turn], int]
 
 
 class RouterPick:
-    """The router's own tree and choice, over the text of a prompt."""
+    """Chooses with the router's own tree and algorithm, from the text of a prompt."""
 
     def __init__(self, count: int, cache_tokens: int) -> None:
         config = BalanceConfig(cache_tokens=cache_tokens)
@@ -88,7 +88,7 @@ class RouterPick:
 
 
 class RoundRobin:
-    """Every replica in turn."""
+    """Chooses every replica in turn."""
 
     def __init__(self, count: int) -> None:
         self._count, self._next = count, -1

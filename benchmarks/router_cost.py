@@ -1,4 +1,4 @@
-"""The router as a process in front of a stub replica: its CPU time for a request, and what a request waits for it."""
+"""Runs the router as a process in front of a stub replica, and measures its CPU time and latency per request."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from quire.serving.router.choice import Chooser
 from quire.serving.router.prompt_keys import read_prompt
 from quire.serving.router.replica import Replica
 
-_WARM = 200  # requests before those that count
-_BATCH = 100  # requests; the cheapest batch is what the router takes where no other work slows its core down
-_CHOICES = 6_000  # of which the quickest counts
+_WARM = 200  # warm-up requests
+_BATCH = 100  # requests per batch; the fastest batch shows the cost without other work on the core
+_CHOICES = 6_000  # repeats, of which the fastest counts
 _ANSWER = (
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 120\r\n\r\n" + b'{"id": "cmpl-1"}'.ljust(120)
 )
 
 
 def measure_cost(prompt_bytes: int, requests: int) -> dict[str, float]:
-    """Microseconds of a request through the router and straight to the replica, medians; and the router's CPU time,
-    the median and the least of batches of requests."""
+    """Return median microseconds of a request through the router and directly to the replica, and the router's CPU
+    time: the median and the minimum over batches of requests."""
     replica = socket.create_server(("127.0.0.1", 0))
     Thread(target=_serve, args=(replica,), daemon=True).start()
     command = [sys.executable, "-m", "quire", "route", "--port", "0", "--replica",
@@ -66,7 +66,7 @@ def measure_cost(prompt_bytes: int, requests: int) -> dict[str, float]:
 
 
 def _choice_seconds(requests: list[bytes]) -> float:
-    """The least time in which this process reads a prompt and chooses one of two replicas for it."""
+    """Return the least time in which this process parses a prompt and chooses one of two replicas for it."""
     config = BalanceConfig()
     chooser = Chooser(config)
     replicas = [Replica(ReplicaAddress(name=name, port=1), config) for name in ("a", "b")]
@@ -79,7 +79,7 @@ def _choice_seconds(requests: list[bytes]) -> float:
 
 
 def _body(prompt_bytes: int, number: int) -> bytes:
-    """A conversation: a system prompt that all share, and a long message."""
+    """Return a conversation: a common system prompt, and a long message."""
     text = f"{number:04d} some words that stand for a prompt. " * (prompt_bytes // 40 + 1)
     messages = [{"role": "system", "content": "You are helpful."}, {"role": "user", "content": text[:prompt_bytes]}]
     body = json.dumps({"model": "m", "messages": messages, "temperature": 0.7, "max_tokens": 64}).encode()
@@ -88,7 +88,7 @@ def _body(prompt_bytes: int, number: int) -> bytes:
 
 
 def _ask(port: int, requests: list[bytes], count: int) -> list[float]:
-    """Send requests one after the other on one connection; the seconds that each took."""
+    """Send requests one after the other on one connection. Returns the seconds of each."""
     took = []
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -106,7 +106,7 @@ def _ask(port: int, requests: list[bytes], count: int) -> list[float]:
 
 
 def _serve(listener: socket.socket) -> None:
-    """A replica that answers at once: one thread for each connection."""
+    """Act as a replica that answers at once, with one thread per connection."""
     while True:
         try:
             connection, _ = listener.accept()
@@ -136,5 +136,5 @@ def _answer_all(connection: socket.socket) -> None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time of the first thread of a process, which is the router's only one."""
+    """Return user and system time of the first thread of a process, which is the router's only thread."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9

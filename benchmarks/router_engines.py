@@ -1,7 +1,7 @@
 """Hit rates of real engines behind the router, from their own metrics: `quire serve --replicas N` with a tiny model.
 
 The prompts have the structure of a trace: equal pieces become equal token ids. Lengths are divided, so that a model
-with random weights computes them in minutes; the caches are to be divided likewise.
+with random weights computes them in minutes; divide the cache sizes likewise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.serving.server import Contestant, running
 from tests.support.tiny_served import FLAGS, write_tiny_model
 
 BLOCK_TOKENS = 16
-BOOT_SECONDS = 900.0  # four engines on two cores that have other work
+BOOT_SECONDS = 900.0  # enough for four engines on two busy cores
 _ADMIN = "benchmark"
 _TOKENS = 256  # of the tiny model: one for each byte
 _COUNTS = re.compile(r"^quire:prefix_cache_(hits|queries)_total\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
@@ -52,7 +52,7 @@ def measure_engines(turns: Sequence[Turn], count: int, cache_tokens: int, client
 
 @contextmanager
 def _server(model: Path, count: int, cache_tokens: int, longest: int) -> Iterator[str]:
-    """`quire serve`, ready with all its engines."""
+    """Run `quire serve` until all its engines are ready."""
     flags = (*FLAGS, "--replicas", str(count), "--num-kv-blocks", str(cache_tokens // BLOCK_TOKENS), "--block-size",
              str(BLOCK_TOKENS), "--max-model-len", str(longest), "--admin-key", _ADMIN)  # fmt: skip
     command = shlex.join([sys.executable, "-m", "quire", "serve", str(model), "--port", "{port}", *flags])
@@ -66,7 +66,8 @@ def _server(model: Path, count: int, cache_tokens: int, longest: int) -> Iterato
 
 
 def _hit_rate(url: str, turns: Sequence[Turn], clients: int, names: Sequence[str] = ()) -> float:
-    """Send all requests in their order, `clients` at a time; to the replicas `names` in turn, if given."""
+    """Send all requests in order, `clients` at a time; if `names` are given, to these replicas in turn. Returns the
+    share of prompt tokens found."""
     before = _counts(url)
     waiting, lock, failures = iter(enumerate(turns)), Lock(), list[str]()
 
@@ -109,7 +110,7 @@ def _piece(name: int, size: int) -> tuple[int, ...]:
 
 
 def _counts(url: str) -> dict[str, float]:
-    """Prompt tokens looked up and found by all engines so far."""
+    """Return the prompt tokens looked up and found by all engines so far."""
     found = {"hits": 0.0, "queries": 0.0}
     for name, value in _COUNTS.findall(_ask(url, "GET", "/metrics").decode()):
         found[name] += float(value)

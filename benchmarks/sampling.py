@@ -1,10 +1,10 @@
-"""Microseconds in which tokens are chosen from logits on a CPU: by torch, and by the compiled kernels.
+"""Measures the microseconds to choose tokens from logits on a CPU: with torch, and with the compiled kernels.
 
     python -m benchmarks.sampling                                    # 1, 16 and 64 rows of a vocabulary of 49,152
     python -m benchmarks.sampling --rows 1,256 --vocabulary 151936
 
-One thread, CPU time, the best of some repeats, both in turn. Logits are random, of deviation 3, so that a nucleus of
-0.9 has thousands of tokens: a trained model's are mostly smaller.
+One thread, CPU time, the best of some repeats, both interleaved. Logits are random with standard deviation 3, so that a
+nucleus of 0.9 has thousands of tokens; those of trained models are mostly smaller.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 class Contestant:
-    """A sampler whose rows all choose in one way."""
+    """A sampler whose rows all have the same sampling parameters."""
 
     def __init__(self, kernels: Literal["torch", "native"], asked: dict[str, Any], rows: int, vocabulary: int) -> None:
         self._sampler = make_sampler(rows, vocabulary, CPU, kernels)

@@ -1,4 +1,5 @@
-"""Varied JSON schemas, made from a seed: what programs ask models for, in all the forms that JSON Schema has for it."""
+"""Varied JSON schemas, made from a seed: typical requests of programs, covering all features of JSON Schema that are
+supported."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class SchemaMaker:
         self._random = random.Random(seed)
 
     def make(self) -> Schema:
-        """One whole schema: mostly an object, sometimes another kind of value, sometimes with definitions."""
+        """Return a whole schema: mostly an object, sometimes another kind of value, sometimes with definitions."""
         choice = self._random.random()
         if choice < 0.1:
             return self._tree()
@@ -110,7 +111,7 @@ class SchemaMaker:
         return self._random.choice([{"type": "boolean"}, {"type": "null"}, {"const": "v1"}, {"const": {"a": [1, 2]}}])
 
     def _tree(self) -> Schema:
-        """Recursive, and every level may be the last."""
+        """Return a recursive schema in which every level may be the last."""
         node = {
             "type": "object",
             "properties": {
@@ -137,7 +138,7 @@ class SchemaMaker:
 
 
 def make_schemas(count: int, seed: int = 0) -> list[Schema]:
-    """`count` different schemas."""
+    """Return `count` different schemas."""
     maker, found = SchemaMaker(seed), {}
     while len(found) < count:
         schema = maker.make()

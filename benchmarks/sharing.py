@@ -1,12 +1,12 @@
-"""How much KV memory is saved because samples and beams of one request share blocks: the PagedAttention paper's figure.
+"""Measures the KV memory saved because samples and beams of one request share blocks, as in the PagedAttention paper.
 
     python -m benchmarks.sharing --out sharing.json --plot sharing.svg
-    python -m benchmarks.sharing --questions question.jsonl          # prompts of your own: JSON lines with `turns`
+    python -m benchmarks.sharing --questions question.jsonl          # your own prompts: JSON lines with `turns`
 
-A real model answers short prompts (an instruction) and long ones (an instruction over a page of text), n = 2, 4, 6 of
-each by sampling and by beam search. Saved is, summed over all steps, 1 - blocks in use / blocks that the sequences
-hold together: what each would need for itself alone. The paper, with a model of 13B, saw 6-10 % on short and 16-30 %
-on long prompts when sampling, and 38-66 % with beams.
+A real model answers short prompts (an instruction) and long ones (an instruction and a page of text), with n = 2, 4, 6
+samples or beams. The saved share is 1 - blocks in use / blocks that the sequences would need without sharing, summed
+over all steps. The paper, with a 13B model, reports 6-10 % on short and 16-30 % on long prompts when sampling, and
+38-66 % with beams.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TASKS = (
     "What should a traveller know before crossing a desert?",
     "Compare a bicycle and a car as a way to get to work.",
 )
-PAGE_TOKENS = 160  # of the long prompts, the mean of ShareGPT's
+PAGE_TOKENS = 160  # tokens of the long prompts, the mean of ShareGPT's
 COUNTS = (2, 4, 6)
 PAPER = {("short", "sampling"): "6-10 %", ("long", "sampling"): "16-30 %"} | {
     (prompts, "beam search"): "38-66 %" for prompts in ("short", "long")
@@ -48,14 +48,14 @@ PAPER = {("short", "sampling"): "6-10 %", ("long", "sampling"): "16-30 %"} | {
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Blocks times steps, of one run."""
+    """Blocks x steps, of one run."""
 
     prompts: str
     way: str
     count: int
     mean_prompt: float
     mean_output: float
-    held: int  # each block once for every sequence that holds it
+    held: int  # each block counted once per sequence that holds it
     used: int
 
     @property
@@ -101,7 +101,7 @@ def read_prompts(tokenizer: Tokenizer, questions: Path | None, number: int) -> d
 
 
 def bars(savings: Sequence[Saving]) -> list[Bars]:
-    """One panel for the prompts, a bar for each way and count."""
+    """Return one panel for the prompts, with a bar for each method and count."""
     return [
         Bars(
             f"KV memory saved by sharing, {prompts} prompts",

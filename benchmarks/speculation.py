@@ -1,4 +1,4 @@
-"""Speculative decoding beside plain decoding, in one interleaved run: how much faster, and are the tokens the same?
+"""Compares speculative with plain decoding in one interleaved run: the speedup, and whether the tokens are the same.
 
     python -m benchmarks.speculation                                     # n-gram lookup, the default model, minutes
     python -m benchmarks.speculation --model MODEL --config '{"method": "draft_model", "model": "SMALLER"}'
@@ -6,11 +6,11 @@
     python -m benchmarks.speculation --device cuda --dtype bfloat16 --batches 1,2,4,8 --deepen 8 --noise 0.05
     python -m benchmarks.speculation --device cuda --dtype bfloat16 --model llama-3.1-8b --workloads loop,random
 
-`edit` has a text proofread, `summary` summarized, both greedy: much of the answer was said before. `random` continues
-random tokens at temperature 1: nothing was. A row is one batch size, over other texts in each repeat; its ratio is that
-of the summed times. --deepen N makes a model of N times as many layers, of which those that are added change little,
-and has the model itself draft for it. The name of a shape means random weights; `loop` then continues random tokens
-greedily, until the model repeats itself.
+`edit` proofreads a text and `summary` summarizes it, both greedy: much of the answer occurs in the prompt. `random`
+continues random tokens at temperature 1, where nothing repeats. A row is one batch size, with other texts in each
+repeat; its ratio is that of the summed times. --deepen N makes a model with N times as many layers, of which the added
+ones change little, and uses the model itself as its draft model. The name of a shape means random weights; `loop` then
+continues random tokens greedily, until the model repeats itself.
 
 Exits 1 if greedy tokens differ in float32 or a ratio is below its goal. On a CPU, for n-gram lookup: `edit` at batch 1
 at least 1.5, `random` 0.97. On a GPU: `edit`, `summary` and `loop` more than 1, `random` 0.98.
@@ -39,10 +39,10 @@ from quire import LLM, SamplingParams
 from quire.runtime.loading.resolve import resolve_model
 
 T = TypeVar("T")
-PROMPT = 150  # tokens of a random one, about as many as the texts have
-GOALS = {"edit": 1.5, "random": 0.97}  # of n-gram lookup on a CPU, the first at batch 1
+PROMPT = 150  # tokens of a random prompt, about as many as the texts have
+GOALS = {"edit": 1.5, "random": 0.97}  # goals for n-gram lookup on a CPU, the first one at batch 1
 GPU_GOALS = {"edit": 1.0, "summary": 1.0, "loop": 1.0, "random": 0.98}
-GPU_CACHE = "8GiB"  # of each engine: both are on one device
+GPU_CACHE = "8GiB"  # of each engine, because both are on one device
 TASKS = {
     "edit": "Proofread this text. Change nothing but the spelling.\n\n{text}",
     "summary": "Summarize the following text:\n\n{text}",
@@ -51,7 +51,7 @@ TASKS = {
 
 @dataclass(slots=True)
 class Row:
-    """One workload at one batch size: seconds and tokens of both ways, summed over repeats."""
+    """One workload at one batch size: seconds and tokens with and without drafts, summed over repeats."""
 
     workload: str
     batch: int
@@ -70,7 +70,7 @@ class Row:
 
 
 def conversations(workload: str, first: int, count: int) -> list[list[dict[str, str]]]:
-    """One request each, over the texts in turn, from the `first` on."""
+    """Return one request each, over the texts in turn, from the `first` on."""
     texts = [TEXTS[number % len(TEXTS)] for number in range(first, first + count)]
     return [[{"role": "user", "content": TASKS[workload].format(text=text)}] for text in texts]
 
@@ -78,7 +78,7 @@ def conversations(workload: str, first: int, count: int) -> list[list[dict[str, 
 def answer(
     llm: LLM, workload: str, batch: int, repeat: int, arguments: argparse.Namespace
 ) -> tuple[list[list[int]], float]:
-    """The answers' tokens and the seconds they took; nothing is cached from before."""
+    """Return the tokens of the answers and the seconds they took. The prefix cache is empty at the start."""
     llm.reset_prefix_cache()
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     start = clock()
@@ -101,7 +101,7 @@ def answer(
 
 
 def measure(plain: LLM, speculative: LLM, workload: str, batch: int, arguments: argparse.Namespace) -> Row:
-    """Both ways in turn, which comes first changing every time; a first pair of runs is not counted."""
+    """Measure both engines interleaved, in alternating order; a first pair of runs does not count."""
     row = Row(workload, batch)
     for repeat in range(arguments.repeats + 1):
         before = speculative.stats()
@@ -126,7 +126,7 @@ def _order(first: T, second: T, repeat: int) -> tuple[T, T]:
 
 
 def misses(rows: list[Row], arguments: argparse.Namespace) -> list[str]:
-    """What stays behind its goal."""
+    """Return the results below their goal."""
     found = []
     for row in rows:
         if arguments.dtype == "float32" and row.same < row.answers and row.workload != "random":
@@ -138,7 +138,7 @@ def misses(rows: list[Row], arguments: argparse.Namespace) -> list[str]:
 
 
 def goal_of(row: Row, arguments: argparse.Namespace) -> float:
-    """The least ratio; 0: none is asked for."""
+    """Return the least ratio; 0: no goal."""
     if arguments.device.startswith("cuda"):
         return GPU_GOALS.get(row.workload, 0.0)
     is_asked = arguments.config["method"] == "ngram" and (row.batch == 1 or row.workload == "random")
@@ -147,7 +147,7 @@ def goal_of(row: Row, arguments: argparse.Namespace) -> float:
 
 @contextmanager
 def open_engines(arguments: argparse.Namespace) -> Iterator[tuple[LLM, LLM]]:
-    """Plain and speculative, of the same model."""
+    """Open a plain and a speculative engine for the same model."""
     settings: dict[str, Any] = {name: getattr(arguments, name) for name in ("dtype", "device", "threads")}
     settings["max_model_len"] = 2_048
     if arguments.device.startswith("cuda"):

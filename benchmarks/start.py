@@ -1,14 +1,13 @@
-"""Starts the server several times: seconds from the start of its process to the first token, and the memory it holds.
+"""Starts the server several times. Measures seconds from the start of its process to the first token, and its memory.
 
     python -m benchmarks.start
     python -m benchmarks.start --repeats 9 --model qwen3-0.6b --flags "--max-model-len 2048"
 
-Ready is the first 200 of /ready. The first token is that of a streamed chat, sent at once after it. CPU seconds of all
-processes are those up to the first token: a busy machine changes them less than the clock. Memory is measured when the
-whole answer has come: PSS, in which a page that several processes share counts once, the sum of the processes' RSS, and
-the sum of the highest RSS that each had. The first start does not count: after it, files of Python and of the model are
-in the page cache.
-Figures are medians; those of single processes are of the last start.
+Ready is the first 200 of /ready. The first token is that of a streamed chat, sent immediately afterwards. CPU seconds
+are those of all processes up to the first token: a busy machine affects them less than wall time. Memory is measured
+when the answer is complete: PSS, in which a page shared by several processes counts once, the sum of the processes'
+RSS, and the sum of each process's highest RSS. The first start does not count: it loads the files of Python and of the
+model into the page cache. Results are medians; those of single processes are from the last start.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ TIME_LIMIT = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of the server. `processes`: PSS of each, by what it runs."""
+    """One start of the server. `processes`: PSS of each process, by the module it runs."""
 
     ready_s: float
     first_token_s: float
@@ -90,7 +89,7 @@ def _server(arguments: argparse.Namespace) -> Contestant:
 
 
 def measure(server: Contestant) -> Start:
-    """Start a server, ask it once, weigh it, stop it. Raises ServerFailed."""
+    """Start a server, send it one request, measure its memory, and stop it. Raises ServerFailed."""
     with started(server, TIME_LIMIT) as running:
         first_token_s, cpu_s = ask(running)
         pids = tree(running.pid)
@@ -104,7 +103,7 @@ def measure(server: Contestant) -> Start:
 
 def ask(server: Started) -> tuple[float, float]:
     """Stream one answer to its end. Returns the seconds from the start of the server to its first token, and the CPU
-    seconds that its processes have taken by then."""
+    seconds of its processes up to then."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=TIME_LIMIT)
     body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True, "max_tokens": 32, "temperature": 0}
     first: tuple[float, float] | None = None
@@ -121,7 +120,7 @@ def ask(server: Started) -> tuple[float, float]:
 
 
 def _content(line: bytes) -> str:
-    """The text in one line of a stream of chat chunks."""
+    """Return the text in one line of a stream of chat chunks."""
     data = line.removeprefix(b"data: ").strip()
     if not line.startswith(b"data: ") or data == b"[DONE]":
         return ""
@@ -129,7 +128,7 @@ def _content(line: bytes) -> str:
 
 
 def _program(pid: int) -> str:
-    """What a process runs: the module behind `-m`, without its package."""
+    """Return what a process runs: the module after `-m`, without its package."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""Structured output: does every answer match its schema, what does a mask cost, and what happens to hostile schemas.
+"""Tests structured output: whether every answer matches its schema, the cost of masks, and hostile schemas.
 
     python -m benchmarks.structured                            # 200 schemas with the default model, some minutes
     python -m benchmarks.structured --schemas 20 --model FILE.gguf
@@ -6,9 +6,9 @@
 
 Schemas are made from a seed and answered in one batch; every finished answer is validated with `jsonschema`. A mask's
 cost is the processor time of all threads that compute it, the engine's among them, measured while the batch runs.
-Hostile schemas and regexes go through the check at the door one after the other, then the slowest of them (`--burst`)
-at once. Exits 1 if a finished answer does not match, all that the matchers do (masks, forced tokens, consuming tokens)
-costs more than 150 us per token, or a hostile one is not refused within 2 s.
+Hostile schemas and regexes go through the grammar checker one after the other, then the slowest of them (`--burst`) at
+once. Exits 1 if a finished answer does not match, if the matchers (masks, forced tokens, consuming tokens) cost more
+than 150 us per token, or if a hostile one is not refused within 2 s.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ REFUSAL_GOAL = 2.0
 
 
 class Stopwatch:
-    """Adds up the processor time that masks take, in the thread that enters it, which must be the engine's, and in the
-    threads that compute masks for it. Those are counted on Linux only, and must start after it was entered.
+    """Adds up the processor time of masks in the thread that enters it, which must be the engine's, and in the threads
+    that compute masks for it. Those are counted only on Linux, and must start after it was entered.
 
-    A batch of the mask table costs what the engine's thread spends in `begin` and `finish`, and what the other threads
-    spend between them; each of its masks counts as the same part of that. A matcher that is asked outside a batch
-    counts alone.
+    The cost of a batch of the mask table is the time of the engine's thread in `begin` and `finish`, plus the time of
+    the other threads between them; each of its masks gets an equal share. A matcher that is used outside a batch counts
+    separately.
     """
 
     METHODS = ("mask", "forced", "advance", "rollback", "clone")
@@ -84,7 +84,7 @@ class Stopwatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine, self.threads = self.total, set()  # they may end before they are asked again
+        self.engine, self.threads = self.total, set()  # threads may end before they are read again
         for where, name, plain in self._saved:
             setattr(where, name, plain)
         self._saved.clear()
@@ -95,7 +95,7 @@ class Stopwatch:
         setattr(where, name, wrap(plain))
 
     def _timed(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method, and add up its time unless a method that is timed calls it, or another thread does."""
+        """Call a method and add its time, unless another timed method calls it, or another thread does."""
         if self._is_inside or threading.get_ident() != self._engine_thread:
             return method(*arguments)
         self._is_inside, began = True, time.thread_time()
@@ -133,7 +133,7 @@ class Stopwatch:
         return timed
 
     def _noted_thread(self, serve: Callable[..., None]) -> Callable[..., None]:
-        """The mask table's own thread."""
+        """Count the mask table's own thread."""
 
         def noted(*arguments: Any) -> None:
             self.threads.add(threading.get_native_id())
@@ -142,7 +142,7 @@ class Stopwatch:
         return noted
 
     def _noted_pool(self, make: Callable[[int], Any]) -> Callable[[int], Any]:
-        """llguidance's threads, which are there when their pool is."""
+        """Count llguidance's threads, which exist as soon as their pool is made."""
 
         def noted(num_threads: int) -> Any:
             before = _all_threads()
@@ -154,13 +154,13 @@ class Stopwatch:
 
 
 def _all_threads() -> set[int]:
-    """Native ids of this process's threads; none where the system does not list them."""
+    """Return the native ids of this process's threads; none if the system does not list them."""
     folder = Path("/proc/self/task")
     return {int(each.name) for each in folder.iterdir()} if folder.exists() else set()
 
 
 def _thread_seconds(native_id: int) -> float:
-    """Processor time of a thread of this process so far, by the clock that Linux has for it."""
+    """Return the processor time of a thread of this process so far, by Linux's per-thread clock."""
     if not sys.platform.startswith("linux"):
         return 0.0
     return time.clock_gettime(~native_id << 3 | 6)
@@ -168,7 +168,7 @@ def _thread_seconds(native_id: int) -> float:
 
 @dataclass(slots=True)
 class Answers:
-    """How the schemas were answered."""
+    """The results of the answers to the schemas."""
 
     finished: int = 0
     cut: int = 0  # by max_tokens
@@ -178,7 +178,7 @@ class Answers:
 
 
 def answer_all(llm: LLM, schemas: list[Schema], max_tokens: int) -> tuple[Answers, Stopwatch]:
-    """Ask for one answer per schema, in one batch."""
+    """Generate one answer per schema, in one batch."""
     asked = [
         f"Write an example record as JSON. Parts: {', '.join(schema.get('properties', ['any']))}" for schema in schemas
     ]
@@ -212,21 +212,22 @@ def _judge(answers: Answers, schema: Schema, output: RequestOutput) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """Seconds until each hostile structure was refused: one after the other, and the slowest of them at once."""
+    """Seconds until each hostile grammar was refused: one after the other, and the slowest of them at once."""
 
     alone: list[float]
     at_once: list[float]
-    passed: list[str]  # names of those that should have been refused and were not
+    passed: list[str]  # names of those that were not refused
 
 
 def refuse_all(source: VocabularySource, num_at_once: int) -> Refusals:
-    """Send every hostile structure through the check at the door, then the slowest together through a new one."""
+    """Send every hostile grammar through the checker, then the slowest ones together through a new checker."""
     hostiles = all_hostile()
     with _checker(source) as checker:
         alone = [refuse(checker, hostile) for hostile in hostiles]
     refused = sorted(((seconds, place) for place, seconds in enumerate(alone) if seconds is not None), reverse=True)
     slowest = [hostiles[place] for _, place in refused[:num_at_once]]
-    with _checker(source) as checker, ThreadPoolExecutor(max(1, len(slowest))) as pool:  # it remembers none of them
+    # A new checker has no cached results.
+    with _checker(source) as checker, ThreadPoolExecutor(max(1, len(slowest))) as pool:
         at_once = list(pool.map(partial(refuse, checker), slowest))
     tried = [*zip(hostiles, alone, strict=True), *zip(slowest, at_once, strict=True)]
     passed = [hostile.name for hostile, seconds in tried if seconds is None and hostile.refused]
@@ -234,7 +235,7 @@ def refuse_all(source: VocabularySource, num_at_once: int) -> Refusals:
 
 
 def refuse(checker: GrammarChecker, hostile: Hostile) -> float | None:
-    """Seconds until it was refused; None if it was taken."""
+    """Return the seconds until it was refused; None if it was accepted."""
     began = time.perf_counter()
     try:
         checker.check(plan_of(hostile.params()))
@@ -245,7 +246,7 @@ def refuse(checker: GrammarChecker, hostile: Hostile) -> float | None:
 
 @contextmanager
 def _checker(source: VocabularySource) -> Iterator[GrammarChecker]:
-    """One that has started: a server's has long before."""
+    """Yield a checker that has started, like the one of a running server."""
     checker = GrammarChecker(source)
     try:
         checker.check(plan_of(StructuredOutputsParams(json_object=True)))

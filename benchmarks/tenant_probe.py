@@ -1,11 +1,11 @@
-"""Can one tenant learn from the time to first token what another one has asked? A server of its own, two API keys.
+"""Tests whether a tenant can learn from the time to first token what another one has sent. One server, two API keys.
 
     python -m benchmarks.tenant_probe
-    python -m benchmarks.tenant_probe --pairs 400 --shared      # and what a cache shared by all keys would give away
+    python -m benchmarks.tenant_probe --pairs 400 --shared      # also what a cache shared by all keys reveals
 
-For every pair the victim sends a prompt; then the prober sends the same prompt and a fresh one of the same length, in
-random order, and times both. AUC is the chance that a prompt the victim has sent is answered sooner than a fresh one:
-0.5 tells nothing, 1 tells all. The prober has the victim's key (same tenant) or its own (other tenant).
+For every pair the victim sends a prompt; then the prober sends the same prompt and a new one of the same length, in
+random order, and times both. AUC is the probability that a prompt sent by the victim is answered sooner than a new one:
+0.5 reveals nothing, 1 reveals everything. The prober has the victim's key (same tenant) or another one (other tenant).
 Goals: same tenant at least 0.95, other tenant at most 0.55; --strict exits 1 when one is missed.
 """
 
@@ -37,7 +37,7 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Seconds to the first token: of prompts the victim had sent, and of fresh ones."""
+    """Seconds to the first token, of prompts that the victim had sent and of new ones."""
 
     name: str
     auc: float
@@ -55,7 +55,7 @@ class Client:
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
     def ask(self, prompt: list[int]) -> float:
-        """Seconds until the one token that is asked for is there."""
+        """Return the seconds until the one requested token arrives."""
         body = json.dumps({"prompt": prompt, "max_tokens": 1, "temperature": 0})
         start = time.perf_counter()
         self._connection.request("POST", "/v1/completions", body, self._headers)
@@ -68,13 +68,13 @@ class Client:
 
 
 def auc(sooner: Times, later: Times) -> float:
-    """The chance that a time of the first kind is below one of the second; ties count half."""
+    """Return the probability that a time of the first kind is below one of the second; ties count half."""
     below = (sooner[:, None] < later[None, :]).mean() + 0.5 * (sooner[:, None] == later[None, :]).mean()
     return float(below)
 
 
 def probe(name: str, victim: Client, prober: Client, pairs: int, num_tokens: int, rng: random.Random) -> Probe:
-    """Let the victim ask, and time what the prober sees."""
+    """Let the victim send prompts, and time the prober's requests."""
     sent: list[float] = []
     fresh: list[float] = []
     for number in range(WARM_UP + pairs):
@@ -92,7 +92,7 @@ def probe(name: str, victim: Client, prober: Client, pairs: int, num_tokens: int
 
 
 def serve_and_probe(args: argparse.Namespace, *, shared: bool) -> list[Probe]:
-    """Start a server with two keys and look at it from both sides."""
+    """Start a server with two keys, and probe it with both."""
     keys, rng = [secrets.token_hex(24) for _ in range(2)], random.Random(args.seed)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "keys"

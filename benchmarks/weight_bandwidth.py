@@ -1,11 +1,11 @@
-"""Bytes of weights that a decode step reads in a second on a CPU: python -m benchmarks.weight_bandwidth
+"""Measures the weight bandwidth of decode steps on a CPU: python -m benchmarks.weight_bandwidth
     [--shapes 1.5b,3b] [--bits 4] [--rows 8] [--batch 1] [--threads 2] [--repeats 5] [--clock wall] [--json PATH]
 
-The products of one step of `--batch` streams, by weights in the panels of a Q4_K file (`--bits 2`, 3, 8: Q2_K, Q3_K,
-Q8_0), whose rows are rounded to 8 bits (with `--rows 16` to 16, as for `cpu_weights="integer16"`), beside a plain sum
-over the same memory, in turns, medians. Panels are filled with one byte: what they hold changes no time. Attention,
-norms and sampling are not in these figures. On a machine that others use too, `--clock cpu --threads 1` counts the
-seconds of CPU time.
+Times the gemms of one step of `--batch` streams, with weights in the panels of a Q4_K file (`--bits 2`, 3, 8: Q2_K,
+Q3_K, Q8_0) and activations rounded to 8 bits (with `--rows 16` to 16, as for `cpu_weights="integer16"`), and a plain
+sum over the same memory, interleaved; prints medians. Panels are filled with one byte, because their content does not
+change the time. Attention, norms and sampling are not included. On a machine with other work, use `--clock cpu
+--threads 1` to measure CPU time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.report import facts, publish, save
 from quire.kernels.native.loader import set_threads
 from quire.kernels.native.ops import INT8_OUTPUTS, Int8Format, PackedWeight, multiply, panel_bytes
 
-FILL = 0x11  # as a float16 scale, 6e-4: no product leaves the range of a float
+FILL = 0x11  # as a float16 scale it is 6e-4, so that no result overflows a float
 FORMATS = {
     2: Int8Format(2, has_offsets=True, by_halves=True, has_super_blocks=True),
     3: Int8Format(3, has_offsets=False, by_halves=True, has_super_blocks=True),
@@ -35,7 +35,7 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Llama-like model whose head is as large as its embedding."""
+    """The sizes of a Llama-like model whose output head is as large as its embedding."""
 
     layers: int
     hidden: int
@@ -44,7 +44,7 @@ class Shape:
     vocabulary: int
 
     def products(self) -> list[tuple[int, int]]:
-        """(outputs, inputs) of every product of a step, in order."""
+        """Return (outputs, inputs) of every gemm of a step, in order."""
         layer = [
             (self.hidden + 2 * self.key_value, self.hidden),
             (self.hidden, self.hidden),
@@ -54,7 +54,7 @@ class Shape:
         return [*layer * self.layers, (self.vocabulary, self.hidden)]
 
 
-SHAPES = {  # those of SmolLM2 and Qwen2.5; tiny: to try the benchmark itself
+SHAPES = {  # of SmolLM2 and Qwen2.5; tiny: for testing the benchmark itself
     "tiny": Shape(layers=2, hidden=256, intermediate=512, key_value=32, vocabulary=512),
     "smollm2": Shape(layers=30, hidden=576, intermediate=1_536, key_value=192, vocabulary=49_152),
     "1.5b": Shape(layers=28, hidden=1_536, intermediate=8_960, key_value=256, vocabulary=151_936),
@@ -84,7 +84,7 @@ def read_all(weights: list[PackedWeight]) -> None:
 def measure(
     weights: list[PackedWeight], batch: int, repeats: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Bytes per second of the products and of the plain sum, in turns."""
+    """Return bytes per second of the gemms and of the plain sum, interleaved."""
     rows = {inputs: torch.randn(batch, inputs) for inputs in {weight.inputs for weight in weights}}
     size = sum(weight.data.numel() for weight in weights)
     work = {"products": lambda: run_step(weights, rows), "read": lambda: read_all(weights)}

@@ -1,7 +1,7 @@
 """Install Quire from its checkout beside the Python that runs this: `python tools/install.py EXTRAS [PIP ARGUMENTS]`.
 
 It does what `pip install -c constraints.txt -e '.[EXTRAS]'` does, in less time: a C++ compiler builds the CPU kernels
-while pip fetches the other packages. One line on the terminal shows how far it is. Needs the standard library alone.
+while pip fetches the other packages. One line on the terminal shows the progress. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 _SELF = re.compile(r"quire-llm\[([\w,]+)\]")
 _STEP = re.compile(r"\s*(Collecting|Downloading|Processing|Using cached|Installing collected packages)[: ]+(\S+)")
 _TICK_SECONDS = 0.5
-# modules that Python compiles at their first import, slowly: of packages, and our own
+# modules of packages and of Quire that Python compiles slowly at their first import
 WARM_UP = "import torch, tokenizers, jinja2"
 WARM_UP_OWN = "import quire.serving.llm, quire.serving.edge_main, quire.serving.process.engine_main"
 
@@ -53,7 +53,7 @@ def package_name(text: str) -> str:
 
 
 class Screen:
-    """Shows the step under way and its seconds: on a terminal in one line that is rewritten, elsewhere once a step."""
+    """Shows the current step and its seconds: on a terminal in one line that is rewritten, elsewhere once per step."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -101,7 +101,7 @@ class Screen:
 
 
 class Task:
-    """A command that runs in the background; its output is kept for the case that it fails."""
+    """A command that runs in the background; its output is kept in case it fails."""
 
     def __init__(self, command: Sequence[str], screen: Screen | None = None, *, python_path: str = "") -> None:
         self._process = subprocess.Popen(
@@ -137,7 +137,7 @@ class Task:
         return self._shown
 
     def wait(self) -> None:
-        """Raises InstallFailed."""
+        """Wait for the command. Raises InstallFailed."""
         code = self._process.wait()
         self._reader.join()
         assert self._process.stdout is not None
@@ -149,7 +149,8 @@ class Task:
 def install(extras: Sequence[str], pip_arguments: Sequence[str], screen: Screen) -> None:
     described = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     pip = (*PIP, *CONSTRAINTS, *pip_arguments)
-    with tempfile.TemporaryDirectory() as tools:  # of the build, which other packages may not replace meanwhile
+    # Tools for the build, which must not be replaced by other packages meanwhile.
+    with tempfile.TemporaryDirectory() as tools:
         screen.begin("preparing")
         Task([*pip, "--target", tools, *described["build-system"]["requires"]]).wait()
         paths = "all" if "dev" in extras else "here"  # tests run every path of the CPU kernels
@@ -157,7 +158,8 @@ def install(extras: Sequence[str], pip_arguments: Sequence[str], screen: Screen)
         kernels = Task(build, python_path=tools)
         screen.begin("installing packages")
         Task([*pip, *dict.fromkeys(requirements(described["project"], extras))], screen).wait()
-        warm_up = Task([sys.executable, "-c", WARM_UP])  # beside the compiler, for the first start of the server
+        # In parallel to the compiler, to speed up the first start of the server.
+        warm_up = Task([sys.executable, "-c", WARM_UP])
         screen.begin("compiling the CPU kernels")
         kernels.wait()
         Task([*pip, "--no-build-isolation", "--no-deps", "-e", "."], python_path=tools).wait()

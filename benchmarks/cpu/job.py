@@ -1,4 +1,5 @@
-"""What a worker is told and what it answers: plain JSON, standard library only, so that any interpreter can run it."""
+"""The input and output of a worker as plain JSON. Uses only the standard library, so that any interpreter can run
+it."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of a workload: token ids in, exactly `max_tokens` out for each of `n` samples, or for the best of
-    `beam_width` beams."""
+    """One request of a workload: token ids in, exactly `max_tokens` tokens out for each of `n` samples, or for the best
+    of `beam_width` beams."""
 
     prompt_ids: list[int]
     max_tokens: int
@@ -22,7 +23,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All one worker process has to know."""
+    """Everything a worker process needs."""
 
     engine: str
     model: str
@@ -31,7 +32,7 @@ class Job:
     max_model_len: int
     ttft_repeats: int
     workloads: dict[str, list[Ask]]
-    options: dict[str, Any] = field(default_factory=dict)  # the engine's own settings, see the adapters
+    options: dict[str, Any] = field(default_factory=dict)  # settings of the engine, see its adapter
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -49,7 +50,7 @@ class Engine(Protocol):
     versions: dict[str, str]
 
     def generate(self, asks: list[Ask]) -> list[list[list[int]]]:
-        """Answer all requests, offered at once: for each, one list of token ids per sample."""
+        """Answer all requests, submitted at once. Returns for each one list of token ids per sample."""
 
 
 def load_workload(path: Path) -> list[Ask]:

@@ -1,4 +1,4 @@
-"""Quire's offline API. `options` go to LLM as they are: `block_size`, `max_num_seqs`, `kv_cache_memory`, ..."""
+"""Quire's offline API. `options` are passed to LLM unchanged: `block_size`, `max_num_seqs`, `kv_cache_memory`, ..."""
 
 from __future__ import annotations
 

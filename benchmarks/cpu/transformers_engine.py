@@ -46,12 +46,12 @@ class TransformersEngine:
 
 
 def _rows(ask: Ask) -> int:
-    """How many a request takes of a batch."""
+    """Return how many rows of a batch a request takes."""
     return max(ask.n, ask.beam_width)
 
 
 def _kind(ask: Ask) -> tuple[int, float, int]:
-    """Requests of one kind can share a batch."""
+    """Return the kind of a request. Requests of one kind can share a batch."""
     return ask.n, ask.temperature, ask.beam_width
 
 

@@ -34,7 +34,7 @@ class VllmEngine:
         return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
 
     def _search(self, prompts: list[dict[str, Any]], ask: Ask) -> list[list[list[int]]]:
-        """Its searches have one width and one length for all prompts."""
+        """Run a beam search for all prompts. vLLM's beam search has one width and one length for all of them."""
         beams = self._beams(beam_width=ask.beam_width, max_tokens=ask.max_tokens, ignore_eos=True)
         best = [output.sequences[0].tokens for output in self._llm.beam_search(prompts, beams)]
         pairs = zip(best, prompts, strict=True)
@@ -49,7 +49,7 @@ def open_engine(job: Job) -> Engine:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 
-    vllm: Any = importlib.import_module("vllm")  # by name: it lives in an environment of its own
+    vllm: Any = importlib.import_module("vllm")  # by name, because it is installed in a separate environment
     llm = vllm.LLM(
         job.model,
         dtype=job.dtype,

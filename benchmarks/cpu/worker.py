@@ -1,4 +1,4 @@
-"""Runs one engine in this process over a job and writes what it measured. Started by `benchmarks.cpu`, not by hand.
+"""Runs a job on one engine in this process and writes the measurements. Started by `benchmarks.cpu`, not by hand.
 
 Usage: PYTHON -m benchmarks.cpu.worker JOB.json RESULT.json
 """
@@ -41,7 +41,7 @@ def main(job_path: str, result_path: str) -> None:
 
 
 def _warm_up(engine: Engine, job: Job) -> None:
-    """One small mixed batch, so that lazily made buffers and kernels exist before anything is timed."""
+    """Run one small mixed batch, so that lazily created buffers and kernels exist before anything is timed."""
     prompt = [(7 * i) % 1_000 + 100 for i in range(96)]
     engine.generate([Ask(prompt[: 32 * (1 + i % 3)], max_tokens=4) for i in range(8)])
 
@@ -79,7 +79,7 @@ def _check_lengths(name: str, asks: list[Ask], answers: list[list[list[int]]]) -
 
 
 def peak_rss_bytes() -> int:
-    """Highest resident size of this process plus that of its live descendants (Linux VmHWM)."""
+    """Return the highest resident size of this process plus that of its live descendants (Linux VmHWM)."""
     peaks, parents = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

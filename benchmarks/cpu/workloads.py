@@ -13,7 +13,7 @@ VOCABULARY = range(100, 49_000)
 
 
 def workloads(names: list[str], folder: Path | None, *, quick: bool, seed: int = 0) -> dict[str, list[Ask]]:
-    """The named workloads in the given order. `quick` keeps the shapes and shortens everything about tenfold."""
+    """Return the named workloads in the given order. `quick` keeps the shapes and shortens everything about tenfold."""
     unknown = [name for name in names if name not in FILES]
     if unknown:
         raise SystemExit(f"--workloads: unknown {', '.join(unknown)}; choose from {', '.join(FILES)}")
@@ -22,8 +22,8 @@ def workloads(names: list[str], folder: Path | None, *, quick: bool, seed: int =
 
 
 def synthetic(name: str, seed: int) -> list[Ask]:
-    """W1: mixed lengths. single: one stream. W2: a long shared prefix. n8: eight samples of each prompt.
-    beam: four beams."""
+    """Make a workload from a seed. W1: mixed lengths. single: one stream. W2: a long shared prefix. n8: eight samples
+    of each prompt. beam: four beams."""
     rng = random.Random(f"{name} {seed}")
     if name == "W1":
         return [Ask(_ids(rng, rng.randint(32, 512)), rng.randint(16, 256)) for _ in range(64)]

@@ -4,19 +4,19 @@ With float8: python -m benchmarks.gpu --model llama-3.1-8b --quantization fp8 --
 With four bits: python -m benchmarks.gpu --model llama-3.1-8b --quantization int4 --rows batch1,nano
 Any other shape: python -m benchmarks.gpu --model path/to/config.json
 
-Every row is repeated with other token ids; a RESULT line per repeat, then a table of medians beside the physical floor
-and what vLLM 0.26.0 did on one H200 with the same requests. Tokens in, tokens out: no text is made.
+Every row is repeated with other token ids. Prints a RESULT line per repeat, then a table of medians, the physical
+floor, and the results of vLLM 0.26.0 on one H200 with the same requests. Tokens in, tokens out: no text is made.
 
-The row `long` is run only if it is named, and needs --max-model-len 32768: eight prompts of 32,508 tokens, of which the
-first was asked alone before, for its time to first token, and is found in the prefix cache, as in vLLM's script.
+The row `long` runs only if it is named, and needs --max-model-len 32768: eight prompts of 32,508 tokens. As in vLLM's
+script, the first one is sent alone before, to measure its time to first token, so it is found in the prefix cache.
 
-With --full-cache every repeat is run once more with a prefix cache that is full of other requests' blocks, as after an
-hour of serving, and the table says what that costs.
+With --full-cache every repeat also runs with a prefix cache that is full of other requests' blocks, as after an hour of
+serving, and the table shows the cost.
 
-With --check FILE, which an earlier run wrote with --json, it fails if a figure lost more than 3 %.
-With --executor processes the worker is a process of its own.
-With --stages 2 there are two pipeline stages, processes that share the GPU and meet over Gloo: compare that with one
-process, or with --enforce-eager, for what graphs save.
+With --check FILE, which an earlier run wrote with --json, it fails if a result is more than 3 % worse.
+With --executor processes the worker is a separate process.
+With --stages 2 there are two pipeline stages, processes that share the GPU and communicate over Gloo. Compare with one
+process, or with --enforce-eager to see what graphs save.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from quire.engine.kvcache.grouped_table import GroupedTable  # noqa: E402
 from quire.engine.kvcache.run_history import Owner  # noqa: E402
 
 ROWS = ("start", "nano", "chat512", "batch1", "prefill", "shared", "n8", "beam", "burst")
-LONG = "long"  # a row that is run only if it is named: it needs a longer context than the others
+LONG = "long"  # a row that runs only if it is named, because it needs a longer context than the others
 WHOLE: dict[str, Callable[[int], Workload]] = {
     "nano": workloads.nano,
     "chat512": workloads.chat512,
@@ -57,7 +57,7 @@ WHOLE: dict[str, Callable[[int], Workload]] = {
     "beam": workloads.beam,
     "burst": workloads.burst,
 }
-# What vLLM 0.26.0 did on one H200: bf16 unless said, prefix caching on, the same shapes and requests.
+# Results of vLLM 0.26.0 on one H200: bf16 unless stated, prefix caching on, the same shapes and requests.
 PEER = {
     "qwen3-0.6b": {
         "start": 79.0, "nano": 21_850, "chat512": 22_080, "batch1 tpot": 2.02, "batch1 ttft": 10.7,
@@ -70,7 +70,7 @@ PEER = {
     "gemma-3-4b": {
         "start": 96.6, "nano": 10_950, "batch1 tpot": 3.53, "batch1 ttft": 16.1, "long": 487, "long ttft": 417,
     },
-    # Of weights with a standard deviation of 0.02, but chat512: its own send most tokens to the same experts.
+    # Weights of standard deviation 0.02, except chat512: vLLM's own weights send most tokens to the same experts.
     "qwen3-30b-a3b": {"start": 107.0, "nano": 5_653, "chat512": 5_510, "batch1 tpot": 4.07, "batch1 ttft": 12.3},
     "gpt-oss-20b": {"start": 98.7, "nano": 10_763, "batch1 tpot": 3.16, "batch1 ttft": 15.0},
     "deepseek-v2-lite": {"start": 136.0, "nano": 8_794, "batch1 tpot": 3.47, "batch1 ttft": 23.9},
@@ -87,7 +87,7 @@ WARM_UP = [512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1]
 
 
 class Bench:
-    """One engine, and the figures found with it."""
+    """One engine, and the results measured with it."""
 
     def __init__(self, name: str, model: BenchModel, settings: dict[str, Any]) -> None:
         self._model = model
@@ -99,12 +99,13 @@ class Bench:
         self._precision = floor.Precision.of(*kinds)
         self.title = name + TITLES.get(kinds, f" {kinds[0]} weights{'' if kinds[1] == 'auto' else ', fp8 cache'}")
         self.found: dict[str, list[float]] = {}
-        self.found_full: dict[str, list[float]] = {}  # with a full cache
+        self.found_full: dict[str, list[float]] = {}  # results with a full cache
         self.floors: dict[str, float] = {}
-        self._is_full = False  # whether the cache is to be full when a workload begins
+        self._is_full = False  # whether the cache must be full when a workload starts
 
     def start(self) -> None:
-        """To the first token, from the start of this process; what comes later would be compiled while serving."""
+        """Start the engine and measure the time from the start of this process to the first token. Later compilations
+        would happen while serving."""
         self.seconds(Workload([[1, 2, 3]], [4]))
         self._note("start", 0, time.perf_counter() - STARTED)
 
@@ -137,7 +138,8 @@ class Bench:
             self.floors[row] = tokens / least
 
     def _run_long(self, work: Workload, repeat: int) -> None:
-        """The first prompt alone, answered by one token, then all of them: the first is in the prefix cache then."""
+        """Run the first prompt alone, answered by one token, then all prompts: the first is then in the prefix
+        cache."""
         one, others = Workload(work.prompts[:1], [1]), Workload(work.prompts[1:], work.outputs[1:])
         first = self.seconds(one)
         whole = self.seconds(work, keep_cache=True)
@@ -149,12 +151,12 @@ class Bench:
         self.floors[LONG] = work.num_output_tokens / least
 
     def seconds(self, work: Workload, *, keep_cache: bool = False) -> float:
-        """Run the requests all at once; raises if one of them is not answered in full."""
+        """Run all requests at once and return the seconds. Raises if a request is not answered in full."""
         if not keep_cache:
-            self.llm.reset_prefix_cache()  # only what requests of one round share may be found
+            self.llm.reset_prefix_cache()  # only prefixes within one round may be found
             if self._is_full:
                 fill_cache(self.llm)
-        self._sample(Workload([[9]], [1]))  # the device was idle meanwhile, and would begin slowly
+        self._sample(Workload([[9]], [1]))  # the device was idle and would start slowly
         begin = time.perf_counter()
         found = self._search(work) if work.beam_width else self._sample(work)
         taken = time.perf_counter() - begin
@@ -199,7 +201,7 @@ class Bench:
         return lines
 
     def _cost_of_full(self, figure: str, value: float) -> list[str]:
-        """What a full cache costs, where it was measured: percent of the speed with an empty one."""
+        """Return the cost of a full cache, if it was measured, in percent of the speed with an empty one."""
         if not self.found_full:
             return []
         if figure not in self.found_full:
@@ -209,7 +211,7 @@ class Bench:
 
 
 def fill_cache(llm: LLM) -> None:
-    """Let every block of the prefix cache hold tokens of requests that nobody asks for again: go on until a block of
+    """Fill every block of the prefix cache with tokens of requests that are never sent again: continue until a block of
     the first of them is evicted."""
     scheduler = llm._client._core._scheduler
     pool, tree, size = scheduler.pool, scheduler.tree, scheduler.block_size
@@ -302,7 +304,7 @@ def main() -> None:
 
 
 def check(bench: Bench, path: Path, rows: list[str]) -> None:
-    """Exit with an error if a figure is worse than in an accepted run."""
+    """Exit with an error if a result is worse than in an accepted run."""
     try:
         changes = compare(read_accepted(path, bench.title), bench.found, rows, LOWER_IS_BETTER)
     except (OSError, ValueError, KeyError) as error:

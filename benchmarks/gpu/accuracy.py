@@ -1,7 +1,7 @@
-"""What precision costs: python -m benchmarks.gpu.accuracy [--model PATH] [--device cuda] [--tokens 2000] [--json PATH]
+"""Measures accuracy: python -m benchmarks.gpu.accuracy [--model PATH] [--device cuda] [--tokens 2000] [--json PATH]
 
-The repository's own documentation, token by token, and greedy answers to pieces of it, each engine against float32 on
-the CPU: perplexity, the error of the logprobs of float32's likeliest tokens, and where greedy answers part.
+Compares each engine with float32 on the CPU, over the repository's documentation, token by token, and greedy answers to
+pieces of it: perplexity, the error of the logprobs of float32's most likely tokens, and where greedy answers diverge.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ ENGINES: dict[str, dict[str, Any]] = {
     "int4 weights": {"dtype": "bfloat16", "quantization": "int4"},
     "fp8 weights and cache": {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
-WINDOW = 500  # tokens of text that are read as one prompt
-PROMPT_TOKENS = 24  # of the text, that a greedy answer continues
-LIKELIEST = 20  # tokens of float32 that logprobs are compared at
+WINDOW = 500  # tokens of text per prompt
+PROMPT_TOKENS = 24  # tokens of the text that a greedy answer continues
+LIKELIEST = 20  # most likely tokens of float32 whose logprobs are compared
 
 Line = dict[int, Logprob]  # the logprobs at one position, by token
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one engine said: at every token of the text but the first of each window, and in its greedy answers."""
+    """The outputs of one engine: logprobs at every token of the text except the first of each window, and its greedy
+    answers."""
 
-    tokens: list[int]  # the text's own
+    tokens: list[int]  # of the text
     lines: list[Line]
     answers: list[list[int]]
     answer_lines: list[list[Line]]
@@ -55,7 +56,7 @@ class Parting:
     """The first position at which two greedy answers differ, and how far apart float32 sees the two tokens."""
 
     position: int
-    gap: float  # of logits; the two share their normalisation. Infinite: not among the likeliest
+    gap: float  # difference of logits. Infinite: the token is not among the most likely
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Figures:
 
 
 def text_tokens(llm: LLM, count: int) -> list[int]:
-    """The first tokens of the documentation, in the order of its file names."""
+    """Return the first tokens of the documentation, in the order of its file names."""
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md")))
     tokens = llm.tokenizer.encode(text[: 16 * count])
     if len(tokens) < count:
@@ -76,7 +77,7 @@ def text_tokens(llm: LLM, count: int) -> list[int]:
 
 
 def read(llm: LLM, text: Sequence[int], prompts: int, answer: int) -> Reading:
-    """Let an engine read the text and continue `prompts` pieces of it by `answer` tokens each."""
+    """Let an engine compute the text, and continue `prompts` pieces of it by `answer` tokens each."""
     windows = [list(text[begin : begin + WINDOW]) for begin in range(0, len(text), WINDOW)]
     reading = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=LIKELIEST, detokenize=False)
     tokens, lines = [], []
@@ -93,7 +94,7 @@ def read(llm: LLM, text: Sequence[int], prompts: int, answer: int) -> Reading:
 
 
 def compare(found: Reading, wanted: Reading) -> Figures:
-    """An engine's figures against float32's. Errors are of logprobs that both engines gave."""
+    """Compare an engine's outputs with float32's. Errors are computed over logprobs that both engines returned."""
     errors = [
         abs(mine[token].logprob - theirs.logprob)
         for mine, line in zip(found.lines, wanted.lines, strict=True)
@@ -109,7 +110,7 @@ def compare(found: Reading, wanted: Reading) -> Figures:
 
 
 def find_parting(mine: Sequence[int], theirs: Sequence[int], lines: Sequence[Line]) -> Parting | None:
-    """None where the answers are the same; `lines` are those of `theirs`."""
+    """Return the first difference of two answers; None if they are equal. `lines` are the logprobs of `theirs`."""
     for position, (one, other) in enumerate(zip(mine, theirs, strict=True)):
         if one != other:
             line = lines[position]

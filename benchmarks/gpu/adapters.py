@@ -1,7 +1,7 @@
-"""What LoRA adapters cost a decode step: python -m benchmarks.gpu.adapters --model llama-3.1-8b --batch 64
+"""Times LoRA adapters in a decode step: python -m benchmarks.gpu.adapters --model llama-3.1-8b --batch 64
 
 Runs the same steps twice, with random weights: rows without adapters, then each row with one of --adapters adapters of
-all linear layers. Prints the time of a step both ways, and the bytes of A and B that a step reads.
+all linear layers. Prints the time of both steps, and the bytes of A and B that a step reads.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from quire.serving.assembly import plan_engine
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Chunk, NewRow, StepPlan
 
-CHUNK = 2_048  # prompt tokens of a step
+CHUNK = 2_048  # prompt tokens per step
 
 
 def make_executor(options: argparse.Namespace) -> SingleExecutor:
-    """An executor with room for the batch and the adapters."""
+    """Return an executor with memory for the batch and the adapters."""
     longest = options.context + 4 * options.steps + 64
     blocks = -(-longest // options.block_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +47,7 @@ def make_executor(options: argparse.Namespace) -> SingleExecutor:
 
 
 def random_adapter(slots: AdapterSlots, rank: int) -> HostAdapter:
-    """An adapter of all linear layers."""
+    """Return an adapter of all linear layers with random values."""
     pairs = []
     for number, layer in enumerate(slots.layers):
         for place, part in enumerate(layer.parts):
@@ -58,7 +58,7 @@ def random_adapter(slots: AdapterSlots, rank: int) -> HostAdapter:
 
 
 class Steps:
-    """Plans by hand: all rows compute their prompt, then decode."""
+    """Runs plans made by hand: all rows compute their prompt, then decode."""
 
     def __init__(self, executor: SingleExecutor, options: argparse.Namespace) -> None:
         self._executor, self._options, self._step = executor, options, 0
@@ -78,7 +78,7 @@ class Steps:
                 self._run(new_rows=() if start else (new,), chunks=(Chunk(row, start, count, rows),))
 
     def seconds(self) -> float:
-        """Of a decode step of all rows."""
+        """Return the seconds of a decode step of all rows."""
         rows = np.arange(self._options.batch, dtype=np.int32)
         for _ in range(16):  # captures graphs
             self._run(decode_rows=rows)

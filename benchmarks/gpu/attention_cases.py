@@ -1,4 +1,4 @@
-"""Attention at the sizes that matter on a GPU: memory, inputs, launches and the truth they are held against."""
+"""Attention cases at sizes that matter on a GPU: their memory, inputs and launches, and the reference results."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ DTYPES = {
 Layer = tuple[Tensor, Tensor, CacheScales | None]  # keys, values
 Launch = Callable[[Tensor, Tensor, CacheScales | None], None]
 DEVICE = torch.device("cuda")
-LAYER_BYTES = 1 << 30  # caches of several layers are read in turn, so that none is left in the L2
+LAYER_BYTES = 1 << 30  # caches of several layers are read in turn, so that none stays in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Sequences of one attention call: (first position, new tokens) each. One new token each: a decode."""
+    """The sequences of one attention call, as (first position, new tokens). One new token each is a decode."""
 
     name: str
     kind: str  # decode, prefill or cascade
@@ -54,12 +54,12 @@ class Case:
     sinks: bool = False
     dependent: bool = False
     group: int = 0  # cascade: rows that share a prefix
-    prefix: int = 0  # cascade: its tokens
+    prefix: int = 0  # cascade: tokens of the prefix
     split: SplitConfig | None = None
     tile: PrefillConfig | None = None
     scales: bool = False  # heads have scales, as in the engine's quantized caches
-    copied: int = 0  # prefill: attend over a dequantized copy, in pages of so many tokens
-    portable: bool = False  # prefill: by the portable kernel, on Hopper GPUs too
+    copied: int = 0  # prefill: attend over a dequantized copy, with this many tokens per page
+    portable: bool = False  # prefill: use the portable kernel, even on Hopper GPUs
 
     @property
     def lengths(self) -> list[int]:
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """Keys and values that must be read: shared ones once."""
+        """Bytes of keys and values that must be read, shared ones once."""
         tokens = sum(self.lengths)
         if self.group:
             tokens -= self.prefix * (len(self.sequences) - len(self.sequences) // self.group)
@@ -80,7 +80,7 @@ class Case:
 
 
 class Bench:
-    """A case in memory: caches of as many layers as it takes to leave the L2, and a launch for each."""
+    """A case in memory: caches of enough layers to exceed the L2 cache, and a launch for each."""
 
     def __init__(self, case: Case, seed: int = 0, layer_bytes: int = LAYER_BYTES) -> None:
         torch.manual_seed(seed)
@@ -103,7 +103,8 @@ class Bench:
         return [lambda layer=layer: self._launch(*layer) for layer in self.layers]
 
     def error(self, sample: int = 6) -> float:
-        """Largest difference from the reference over some sequences, after one launch over poisoned output."""
+        """Return the largest difference from the reference over some sequences, after one launch with poisoned
+        output."""
         self.out.fill_(float("nan"))
         keys, values, scales = self.layers[-1]
         key_scales, value_scales = scales or (None, None)
@@ -112,7 +113,7 @@ class Bench:
         chosen = set(torch.linspace(0, len(self.case.sequences) - 1, sample).long().tolist())
         for number, (start, count) in enumerate(self.case.sequences):
             if number in chosen:
-                last = min(count, 64)  # the newest tokens: all scores of a long chunk would not fit
+                last = min(count, 64)  # the newest tokens, because all scores of a long chunk would not fit
                 span = slice(begin + count - last, begin + count)
                 wanted = paged_attention(
                     self.query[span].float(), keys, values, self.tables[number], start + count - last, self.rule.scale,
@@ -126,7 +127,8 @@ class Bench:
         return worst
 
     def _tables(self) -> tuple[Tensor, int]:
-        """Scattered blocks, the rows of a group holding the same first ones; and how many blocks there are."""
+        """Return block tables with scattered blocks, in which the rows of a group share their first blocks, and the
+        number of blocks."""
         needed = [-(-length // self.case.block) for length in self.case.lengths]
         width = -(-max(needed) // 16) * 16
         free, tables = torch.randperm(sum(needed)), torch.zeros(len(needed), width, dtype=torch.int32)
@@ -146,7 +148,8 @@ class Bench:
         return keys, values, (of_keys, of_values)
 
     def _quantized(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Random heads as a quantized cache holds them, and their scales, which lie behind the head of a block."""
+        """Return random heads in the format of a quantized cache, and their scales, which follow the head in a
+        block."""
         blocks, kv_heads, size, dim = shape
         head = dim // 2 + 4 * (dim // group_of(dim)) if dtype == INT4 else dim + 4
         memory = torch.empty(blocks, kv_heads, size * head, dtype=torch.uint8, device=DEVICE)
@@ -189,7 +192,8 @@ class Bench:
         return launch
 
     def _copied(self, chunks: list[tuple[int, int, int, int]], config: PrefillConfig) -> Launch:
-        """What the engine does on Hopper GPUs: dequantize all that chunks see, then attend over the copy."""
+        """Launch as the engine does on Hopper GPUs: dequantize everything that chunks see, then attend over the
+        copy."""
         case, page = self.case, self.case.copied
         rows, lengths = np.arange(len(chunks)), np.array(case.lengths)
         capacity = int((-(-lengths // page)).sum())

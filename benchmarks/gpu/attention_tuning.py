@@ -1,6 +1,6 @@
-"""Other ways to run the attention kernels than the tables of attention_config say, to choose those tables from.
+"""Alternative configurations of the attention kernels, from which the tables of attention_config are chosen.
 
-A case is named "shape: way"; the first way of a shape is the one in use.
+A case is named "shape: configuration"; the first configuration of a shape is the one in use.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from quire.kernels.triton.launch import num_processors
 
 Rows = tuple[tuple[int, int], ...]
 
-# Keys of a tile, warps, stages, programs per processor, tiles that a merge costs.
-WHOLE = {  # the warps share a tile
+# Keys per tile, warps, stages, programs per multiprocessor, cost of a merge in tiles.
+WHOLE = {  # all warps share a tile
     "bf16": (
         (64, 4, 3, 3, 1),
         (128, 4, 3, 1, 2),
@@ -27,15 +27,16 @@ WHOLE = {  # the warps share a tile
     ),
     "fp8": ((64, 4, 3, 3, 1), (64, 4, 3, 3, 3), (128, 4, 3, 2, 1), (128, 4, 3, 2, 3), (32, 4, 5, 4, 2)),
 }
-TURNED = {  # keys down, eight queries across: by one warp
+TURNED = {  # swapped operands, by one warp: keys as rows, eight queries as columns
     "bf16": ((32, 3, 6, 1), (32, 4, 4, 1), (32, 2, 6, 1), (64, 3, 3, 1), (64, 2, 4, 1), (16, 4, 8, 1), (32, 3, 6, 3)),
     "fp8": ((64, 3, 6, 1), (64, 4, 4, 1), (64, 2, 8, 1), (32, 3, 10, 1), (128, 3, 3, 1), (64, 3, 6, 3)),
-}  # keys, stages, programs per processor, merge
-PREFILL = (  # packed rows, keys, warps, stages, registers of a thread
+}  # keys, stages, programs per multiprocessor, merge
+PREFILL = (  # packed rows, keys, warps, stages, registers per thread
     (128, 64, 8, 2, None), (128, 128, 8, 2, None), (64, 64, 4, 3, None), (64, 64, 4, 2, None), (128, 64, 8, 2, 128),
     (128, 32, 4, 3, None), (128, 32, 8, 4, 128), (64, 128, 4, 2, None),
 )  # fmt: skip
-CASCADE = ((32, 64, 4, 3, 2), (64, 64, 4, 2, 2), (64, 128, 4, 2, 1), (128, 64, 8, 3, 1))  # ..., programs per processor
+# ..., programs per multiprocessor.
+CASCADE = ((32, 64, 4, 3, 2), (64, 64, 4, 2, 2), (64, 128, 4, 2, 1), (128, 64, 8, 3, 1))
 
 
 def decodes(rows: int, context: int) -> Rows:
@@ -43,12 +44,12 @@ def decodes(rows: int, context: int) -> Rows:
 
 
 def skewed(rows: int) -> Rows:
-    """A few long sequences among many short ones."""
+    """Return a few long sequences among many short ones."""
     return tuple((16383 if row % 16 == 0 else 100 + 37 * (row % 11), 1) for row in range(rows))
 
 
 def uneven(rows: int) -> Rows:
-    """Lengths as they come, from some hundred to two thousand."""
+    """Return sequences of mixed lengths, from some hundred to two thousand tokens."""
     return tuple((200 + 613 * row % 1800, 1) for row in range(rows))
 
 
@@ -120,7 +121,7 @@ def _named(config: SplitConfig) -> str:
 
 
 def show_best(rows: list[dict[str, object]]) -> None:
-    """The three fastest ways for each shape, and what the one in use takes."""
+    """Print the three fastest configurations for each shape, and the time of the one in use."""
     ways: dict[str, list[tuple[float, str]]] = {}
     for row in rows:
         shape, way = str(row["case"]).split(": ")

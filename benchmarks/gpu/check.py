@@ -1,4 +1,4 @@
-"""Compares figures with those of an accepted run: `python -m benchmarks.gpu --check FILE`, where --json wrote FILE."""
+"""Compares results with those of an accepted run: `python -m benchmarks.gpu --check FILE`, where --json wrote FILE."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-MOST_LOST = 0.03  # of a figure, against the accepted one
+MOST_LOST = 0.03  # of a result, relative to the accepted one
 
 
 class Change(NamedTuple):
     figure: str
     accepted: float
     found: float | None  # None: it was not measured
-    lost: float  # part of the accepted speed
+    lost: float  # share of the accepted speed
 
     @property
     def is_fault(self) -> bool:
@@ -36,7 +36,7 @@ def compare(
     rows: Collection[str],
     lower_is_better: Collection[str],
 ) -> list[Change]:
-    """Return what became of every accepted figure of `rows`. A figure's name begins with that of its row."""
+    """Return the change of every accepted result of `rows`. A result's name begins with the name of its row."""
     changes = []
     for figure, old in accepted.items():
         if figure.split()[0] not in rows:

@@ -1,4 +1,4 @@
-"""Open-loop load from several processes at once, so that the client is not what is measured."""
+"""Open-loop load from several processes at once, so that the client is not the bottleneck."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _barrier: Barrier | None = None
 
 
 def measure(jobs: Sequence[Job], url: str, model: str, clients: int, time_limit: float) -> dict[str, Any]:
-    """Send the jobs at their moments, dealt out over `clients` processes that begin together; the summary of all."""
+    """Send the jobs at their times, distributed over `clients` processes that start together. Returns the summary of
+    all."""
     count = min(clients, len(jobs))
     context = multiprocessing.get_context("spawn")
     target = Target(url, model, timeout=time_limit)

@@ -1,4 +1,5 @@
-"""The least time one H200 can take: every weight and live KV byte read once a step, or the matrix work, if longer."""
+"""The least time that one H200 can take: every weight and live KV byte read once per step, or the time of the gemms,
+whichever is longer."""
 
 from __future__ import annotations
 
@@ -8,28 +9,30 @@ from dataclasses import dataclass
 from benchmarks.gpu.models import BenchModel
 from benchmarks.gpu.workloads import Workload
 
-BANDWIDTH = 4.3e12  # bytes a second that a step can count on
-BF16_RATE, FP8_RATE = 790e12, 1400e12  # operations a second; those of int8 count as fp8
-WEIGHT_BYTES = {None: 2, "fp8": 1, "int8": 1, "int4": 0.5 + 2 / 128}  # of the layers, scales of groups included
-KV_BYTES = {"auto": 2, "fp8": 1, "fp8_e4m3": 1, "int8": 1, "int4": 0.5 + 4 / 32}  # int4 with a scale and an offset
-HEAD_BYTES = 2  # of a weight of the head, which is never quantized
+BANDWIDTH = 4.3e12  # bytes per second that a step can achieve
+BF16_RATE, FP8_RATE = 790e12, 1400e12  # operations per second; int8 counts as fp8
+# Bytes per weight of the layers, scales of groups included.
+WEIGHT_BYTES = {None: 2, "fp8": 1, "int8": 1, "int4": 0.5 + 2 / 128}
+# Bytes per element; int4 with a scale and an offset.
+KV_BYTES = {"auto": 2, "fp8": 1, "fp8_e4m3": 1, "int8": 1, "int4": 0.5 + 4 / 32}
+HEAD_BYTES = 2  # bytes per weight of the head, which is never quantized
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How wide the layers' weights and the cached numbers are, in bytes."""
+    """Bytes of a weight of the layers, and of an element in the KV cache."""
 
     weight_bytes: float = 2
     kv_bytes: float = 2
 
     @classmethod
     def of(cls, quantization: str | None, kv_cache_dtype: str) -> Precision:
-        """By the names of the engine's settings."""
+        """Return the precision for the engine's settings."""
         return cls(WEIGHT_BYTES[quantization], KV_BYTES[kv_cache_dtype])
 
     @property
     def rate(self) -> float:
-        """Of the layers' products."""
+        """Operations per second of the layers' gemms."""
         return FP8_RATE if self.weight_bytes == 1 else BF16_RATE
 
 
@@ -37,7 +40,8 @@ BF16 = Precision()
 
 
 def prefill_seconds(model: BenchModel, work: Workload, precision: Precision = BF16) -> float:
-    """All prompts once, causal attention included; the head only where a token is sampled."""
+    """Return the seconds to compute all prompts once, including causal attention; the head only where a token is
+    sampled."""
     products = 2 * model.layer_parameters * work.num_prompt_tokens
     head = 2 * model.head_parameters * len(work.prompts)
     pairs = sum(
@@ -48,12 +52,14 @@ def prefill_seconds(model: BenchModel, work: Workload, precision: Precision = BF
 
 
 def step_seconds(model: BenchModel, rows: int, cached_tokens: int, precision: Precision = BF16) -> float:
-    """One decode step of `rows` sequences that hold `cached_tokens` together, all equally many."""
+    """Return the seconds of one decode step of `rows` sequences of equal length, with `cached_tokens` tokens in
+    total."""
     return _step_seconds(model, [cached_tokens / rows] * rows, precision)
 
 
 def _step_seconds(model: BenchModel, lengths: Sequence[float], precision: Precision) -> float:
-    """One decode step of sequences of these lengths. Layers with a window read no more than that."""
+    """Return the seconds of one decode step of sequences with these lengths. Layers with a window read at most the
+    window."""
     rows, weights, head = len(lengths), model.layer_parameters, model.head_parameters
     read = (model.read_bytes(rows, precision.weight_bytes) + head * HEAD_BYTES) / BANDWIDTH
     matrix = 2 * rows * (weights / precision.rate + head / BF16_RATE)
@@ -63,7 +69,8 @@ def _step_seconds(model: BenchModel, lengths: Sequence[float], precision: Precis
 
 
 def decode_seconds(model: BenchModel, work: Workload, precision: Precision = BF16) -> float:
-    """All steps after the first token, every sequence in each until it ends. Shared prefixes count once per row."""
+    """Return the seconds of all steps after the first token; every sequence is in each step until it ends. Shared
+    prefixes count once per row."""
     lengths = [(len(prompt), count) for prompt, count in zip(work.prompts, work.outputs, strict=True)]
     total = 0.0
     for step in range(1, max(work.outputs)):
@@ -73,12 +80,12 @@ def decode_seconds(model: BenchModel, work: Workload, precision: Precision = BF1
 
 
 def _tokens_seen(lengths: Sequence[float], window: int | None) -> float:
-    """Tokens that the next tokens of sequences of these lengths see in one layer."""
+    """Return how many tokens the next tokens of sequences of these lengths see in one layer."""
     return sum(lengths) if window is None else sum(min(length, window) for length in lengths)
 
 
 def _pairs_seen(length: int, window: int | None) -> float:
-    """Pairs of a token and one that it sees in one layer."""
+    """Return the pairs of a token and a token that it sees in one layer."""
     unseen = 0 if window is None else max(length - window, 0)
     return (length**2 - unseen**2) / 2
 

@@ -1,4 +1,4 @@
-"""Times kernels beside a library's, checks them against the truth, and says how near the ceiling they come."""
+"""Times kernels against a library's, checks their results, and reports the share of the peak bandwidth."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ READ_CEILING = 4.68e12  # bytes/s, a read-only stream on one H200
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel at one shape. `calls` do the same on different buffers; `error` compares the first with the truth."""
+    """One kernel at one shape. `calls` do the same on different buffers; `error` compares the first one with the
+    reference."""
 
     name: str
     calls: Sequence[Callable[[], object]]
     error: Callable[[], float]
-    num_bytes: float  # the fewest that must move
+    num_bytes: float  # the least bytes that must be moved
     baseline: Sequence[Callable[[], object]] = ()  # the same by a library
 
 
@@ -53,6 +54,6 @@ def measure(case: Case) -> Result:
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of the truth; NaN counts as infinite."""
+    """Return the norm of the difference divided by the norm of the reference; NaN counts as infinite."""
     difference = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
     return float(difference) if bool(difference.isfinite()) else float("inf")

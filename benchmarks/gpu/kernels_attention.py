@@ -1,7 +1,7 @@
 """Checks and times the attention kernels on a GPU: python -m benchmarks.gpu.kernels_attention --json PATH [--tune]
 
-Every case is first held against the reference, many at once in processes of their own, which also fills the
-compiler's cache; then the timed ones run alone, inside CUDA graphs, over caches of several layers in turn.
+Every case is first compared with the reference, many at once in separate processes, which also fills the compiler's
+cache. Then the timed cases run alone, inside CUDA graphs, over caches of several layers in turn.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from benchmarks.gpu.attention_tuning import decodes, show_best, skewed, tuning_c
 from quire.kernels.triton.attention_config import SplitConfig, decode_configs
 from quire.kernels.triton.attention_schedule import fill_split_plan
 
-READ_BANDWIDTH = 4.68e12  # bytes a second, measured on an H200
-MATRIX_RATE = 790e12  # operations a second, bf16, measured on an H200
+READ_BANDWIDTH = 4.68e12  # bytes per second, measured on an H200
+MATRIX_RATE = 790e12  # operations per second, bf16, measured on an H200
 # Of outputs near 1, which are bfloat16 themselves.
 LARGEST_ERROR = {"bf16": 0.04, "fp16": 0.04, "fp8": 0.08, "int8": 0.04, "int4": 0.04}
 REPEATS = 7
@@ -35,7 +35,7 @@ WORKERS = 8
 
 
 def feature_cases() -> list[Case]:
-    """Small ones, to be right: every head size, block size and feature."""
+    """Return small cases that test correctness: every head size, block size and feature."""
     few = ((299, 1), (0, 1), (63, 1), (1499, 1), (64, 1))
     chunks = ((0, 200), (333, 70), (64, 129))
     cases = [
@@ -119,7 +119,7 @@ def timed_cases() -> list[Case]:
         Case("prefill 8B 2048 after 6144", "prefill", ((6144, 2048),), eight),
         Case("prefill 8B 2048 after 6144 fp8", "prefill", ((6144, 2048),), eight, dtype="fp8"),
     ]
-    cases += [  # heads as of Phi-2 and of Phi-3-mini, by the kernel for Hopper GPUs and by the portable one
+    cases += [  # the heads of Phi-2 and of Phi-3-mini, by the Hopper kernel and by the portable one
         Case(f"prefill dim {dim} {shape}{way}", "prefill", rows, (32, 32), dim, portable=way != "")
         for dim in (80, 96)
         for shape, rows in (
@@ -128,7 +128,7 @@ def timed_cases() -> list[Case]:
         )
         for way in ("", " portable")
     ]  # fmt: skip
-    cases += [  # by the cache itself, and by a dequantized copy, which is timed too
+    cases += [  # from the cache itself, and from a dequantized copy, whose creation is timed too
         Case(f"prefill 8B {shape} {dtype} {way}", "prefill", rows, eight, dtype=dtype, scales=True, copied=copied)
         for shape, rows in (("2048 after 6144", ((6144, 2048),)), ("4x2048", ((0, 2048),) * 4))
         for dtype, way, copied in (
@@ -136,7 +136,7 @@ def timed_cases() -> list[Case]:
             ("int8", "scales", 0), ("int8", "copied", 64), ("int4", "scales", 0), ("int4", "copied", 64),
         )
     ]  # fmt: skip
-    cases += [  # where a copy begins to pay
+    cases += [  # sizes from which a copy is faster
         Case(f"prefill 8B {count} after {start} fp8 {way}", "prefill", ((start, count),), eight, dtype="fp8",
              scales=True, copied=copied)
         for start, count in ((0, 128), (0, 256), (0, 1000), (4096, 32), (4096, 64), (4096, 128))
@@ -152,14 +152,14 @@ def timed_cases() -> list[Case]:
 
 
 def small(case: Case) -> Case:
-    """The same kernel over little: at most four sequences, cut short, or one group and a half."""
+    """Return the same kernel on little data: at most four sequences, shortened, or one group and a half."""
     if case.kind == "cascade":
         return case if len(case.sequences) <= 96 else replace(case, sequences=case.sequences[: max(case.group, 64)])
     return replace(case, sequences=tuple((min(start, 700), min(count, 300)) for start, count in case.sequences[:4]))
 
 
 def checked(case: Case) -> tuple[str, float | str]:
-    """In a process of its own: the error of a small run, or what went wrong."""
+    """Return, in a separate process, the error of a small run, or the text of a failure."""
     try:
         return case.name, Bench(case, layer_bytes=0).error()
     except Exception as failure:  # noqa: BLE001  one kernel that does not build must not hide the others
@@ -167,7 +167,7 @@ def checked(case: Case) -> tuple[str, float | str]:
 
 
 def check_all(cases: list[Case]) -> dict[str, float | str]:
-    """Many at once; what fails is tried again alone, because a fault leaves its whole process unusable."""
+    """Check many cases at once. Failed ones are retried alone, because a fault makes its whole process unusable."""
     context = get_context("spawn")
     with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
         checks = dict(pool.map(checked, cases))
@@ -179,7 +179,7 @@ def check_all(cases: list[Case]) -> dict[str, float | str]:
 
 
 def time_launches(launches: list[Callable[[], None]]) -> float:
-    """Seconds of one launch, the median of several replays of a graph of many."""
+    """Return the seconds of one launch: the median of several replays of a graph of many launches."""
     for launch in launches[:2]:
         launch()
     count = max(len(launches), LAUNCHES // len(launches) * len(launches))
@@ -200,7 +200,7 @@ def time_launches(launches: list[Callable[[], None]]) -> float:
 
 
 def cudnn_seconds(case: Case) -> float | None:
-    """The same prompts, contiguous, through cuDNN; None where it has no such case."""
+    """Return the seconds of the same prompts, contiguous, with cuDNN; None if cuDNN does not support the case."""
     starts, counts = {start for start, _ in case.sequences}, {count for _, count in case.sequences}
     if starts != {0} or len(counts) > 1:
         return None
@@ -213,7 +213,7 @@ def cudnn_seconds(case: Case) -> float | None:
             return time_launches([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)])  # type: ignore[list-item]
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # heads of a size that it does not take
+        except RuntimeError:  # an unsupported head size
             return None
 
 
@@ -235,7 +235,7 @@ def measure(case: Case) -> dict[str, object]:
 
 
 def plan_rows() -> Iterable[dict[str, object]]:
-    """The work list's own time, once a step."""
+    """Yield the time of building the work list, which happens once per step."""
     for rows in (16, 256, 512):
         bench = Bench(Case("", "decode", decodes(rows, 64)), layer_bytes=0)
         seconds = time_launches([lambda bench=bench: fill_split_plan(bench.plan, bench.lengths)])

@@ -1,8 +1,8 @@
 """Checks and times every kernel but attention on a GPU: python -m benchmarks.gpu.kernels_rest --json PATH [--tune]
 
-A line per case: error against plain torch, time inside a CUDA graph, bandwidth, percent of the read ceiling. Kernels
-are first compiled by several processes at once into the cache that Triton keeps on disk. With --tune, tilings of the
-products are searched instead, in a workspace like the engine's.
+Prints a line per case: error against plain torch, time inside a CUDA graph, bandwidth, and percent of the peak read
+bandwidth. Kernels are first compiled by several processes at once into Triton's disk cache. With --tune, it searches
+tile sizes of the gemms instead, in a workspace like the engine's.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _makers(workspace: Workspace) -> list[Callable[[], Case]]:
 
 
 def _compile_ahead(options: argparse.Namespace) -> None:
-    """Let other processes run every kernel once; a failure shows up again when the kernel is measured."""
+    """Let other processes run every kernel once. A failure shows up again when the kernel is measured."""
     command = [sys.executable, "-m", "benchmarks.gpu.kernels_rest", *sys.argv[1:]]
     workers = [
         subprocess.Popen([*command, "--warm", f"{index}/{options.workers}"], stderr=subprocess.DEVNULL)
@@ -137,7 +137,7 @@ def _measure_layers(
 
 
 def _tune(options: argparse.Namespace, workspace: Workspace) -> list[dict[str, object]]:
-    """Prints the best tilings as entries of `products_plan.MEASURED`."""
+    """Print the best tile sizes as entries of `products_plan.MEASURED`."""
     found: list[dict[str, object]] = []
     for trial in rest_products.tune(workspace, tuple(options.rows), tuple(options.kinds)):
         key = trial.layer.shape(trial.rows, trial.kind)

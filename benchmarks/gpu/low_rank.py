@@ -1,9 +1,9 @@
-"""Times the low-rank changes of many adapters: python -m benchmarks.gpu.low_rank [--rows 64] [--adapters 64]
+"""Times LoRA kernels with many adapters: python -m benchmarks.gpu.low_rank [--rows 64] [--adapters 64]
 
-First the kernels alone, for each linear layer of an 8B model: both launches inside a CUDA graph over cold memory, by
-each way to cut the kernels for few rows into programs, and by the kernels for many rows; the error against plain torch.
-Then the linear layers, norms and gates of whole blocks, without attention, without adapters and with them as an engine
-computes them. The floor is A and B of every adapter, read once at the read ceiling.
+First the kernels alone, for each linear layer of an 8B model: both launches inside a CUDA graph over cold memory, with
+each configuration of the kernels for few rows and with the kernels for many rows, and the error against plain torch.
+Then the linear layers, norms and gates of whole blocks (without attention), without adapters and with them, as an
+engine computes them. The floor is reading A and B of every adapter once at the peak read bandwidth.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ CONFIGS = (
     FewConfig(512, 512, 32, 64),
 )
 COLD_BYTES = 160 << 20
-NUM_BLOCKS, MODEL_BLOCKS = 4, 32  # that are timed, and those of the model
+NUM_BLOCKS, MODEL_BLOCKS = 4, 32  # blocks that are timed, and blocks of the model
 
 
 class Sizes(NamedTuple):
-    """Of a model's blocks."""
+    """The sizes of a model's blocks."""
 
     hidden: int = 4096
     heads: Heads = Heads(32, 8, 128)
@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 class Block(nn.Module):
-    """The linear layers of a decoder's block, its norms and its gate."""
+    """The linear layers of a decoder block, its norms and its gate."""
 
     def __init__(self, sizes: Sizes, build: LayerBuilder) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
     def forward(self, stream: Stream) -> None:
         qkv = self.qkv_proj(self.input_layernorm(stream))
-        stream.add(self.o_proj.later(qkv[:, : self._read]))  # queries in place of what they read
+        stream.add(self.o_proj.later(qkv[:, : self._read]))  # queries stand for the attention output
         stream.add(self.mlp(self.post_attention_layernorm(stream)))
 
 
@@ -104,7 +104,8 @@ class Step:
         self.x = torch.randn(options.rows, sizes.hidden, device=device).to(build.placement.dtype)
 
     def run(self, rows: AdaptedRows | None) -> Tensor:
-        """With the adapters of these rows: `tiled` by Triton kernels, `grouped` by plain torch; None: without."""
+        """Run the blocks with the adapters of these rows: `tiled` with Triton kernels, `grouped` with plain torch;
+        None: without adapters."""
         self.active.begin(None if rows is None else AdapterStep(rows, rows))
         stream = Stream(self.x.clone(), leaves_pending=True)
         for block in self.blocks:
@@ -133,7 +134,7 @@ def _us(run: Callable[[], Tensor]) -> float:
 
 
 def measure_kernels(name: str, options: argparse.Namespace) -> None:
-    """Both launches alone."""
+    """Measure both launches alone."""
     cuda, (inputs, parts) = torch.device("cuda"), LAYERS[name]
     ends = np.cumsum(parts).tolist()
     runs = [[(end - size, end)] for size, end in zip(parts, ends, strict=True)]

@@ -1,9 +1,9 @@
-"""The memory plan beside the device's own figures: python -m benchmarks.gpu.memory --model qwen3-0.6b
+"""Compares the memory plan with the memory used on the device: python -m benchmarks.gpu.memory --model qwen3-0.6b
 
-Prints the plan of an engine, what the device holds after the start beside what was planned, and the most that steps
-took beside what was planned for them: prompts that fill every step, then as many rows as the engine may have, plain,
-with top_p and with logprobs. Random weights. Exits 1 if either differs from the plan by more than 2 % of the memory
-that the engine may use; steps may take less.
+Prints the plan of an engine, the device memory held after the start, and the peak memory of steps, each with the
+planned value. Steps are prompts that fill every step, then as many rows as the engine may have: plain, with top_p and
+with logprobs. Weights are random. Exits 1 if either differs from the plan by more than 2 % of the memory that the
+engine may use; steps may take less.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def run_all(core: EngineCore, rows: int, length: int, way: dict[str, Any], rng: random.Random) -> None:
-    """So many requests at once, whose prompts fill steps, and then decode together."""
+    """Run `rows` requests at once, whose prompts fill steps and which then decode together."""
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **way})
     for number in range(rows):
         prompt = tuple(rng.randrange(10, 9_000) for _ in range(length))

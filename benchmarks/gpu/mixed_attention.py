@@ -1,7 +1,7 @@
-"""Attention of steps with decode rows and prompt chunks: python -m benchmarks.gpu.mixed_attention [--heads 0.6B]
+"""Times attention of steps with decode rows and prompt chunks: python -m benchmarks.gpu.mixed_attention [--heads 0.6B]
 
 For each mix, microseconds of a layer's attention inside a CUDA graph: decode rows alone, chunks alone, both one after
-the other, and both on parallel branches. Both ways must find the same numbers, to the last bit; exits 1 if they do not.
+the other, and both on parallel branches. Both must give the same results, to the last bit; otherwise it exits 1.
 The last column is the share of the shorter part that the branches hide.
 """
 
@@ -30,13 +30,13 @@ from quire.runtime.layers.weights import Placement
 
 DEVICE = torch.device("cuda")
 DIM, BLOCK = 128, 16
-LAYER_BYTES = 1 << 30  # caches of several layers are read in turn, so that none is left in the L2
+LAYER_BYTES = 1 << 30  # caches of several layers are read in turn, so that none stays in the L2 cache
 Chunk = tuple[int, int]  # first position, tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Decode rows of a length, and chunks beside them."""
+    """Decode rows of one length, together with prompt chunks."""
 
     rows: int
     length: int
@@ -57,7 +57,7 @@ MIXES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Microseconds of one layer."""
+    """Microseconds per layer."""
 
     decodes: float
     chunks: float
@@ -66,7 +66,7 @@ class Times:
 
     @property
     def hidden(self) -> float:
-        """Share of the shorter part that branches save."""
+        """The share of the shorter part that parallel branches save."""
         return (self.serial - self.branches) / max(min(self.decodes, self.chunks), 1e-9)
 
 
@@ -106,7 +106,7 @@ class Bench:
         return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
 
     def plan(self, *, decodes: bool = True, chunks: bool = True) -> TritonPlan:
-        """The plan of the step, or of a part of it."""
+        """Return the plan of the step, or of a part of it."""
         lengths, tiles = self._lengths if decodes else self._lengths[:0], self._tiles if chunks else None
         return self.backend.plan(*self._given, lengths, self._tables, tiles)
 
@@ -121,10 +121,10 @@ class Bench:
 
 
 def measure(mix: Mix, heads: tuple[int, int]) -> tuple[Times, float]:
-    """The times of a mix, and the largest difference between both ways."""
+    """Return the times of a mix, and the largest difference between both ways of running it."""
     bench = Bench(mix, heads)
     assert bench.backend._side is not None
-    bench.backend._most_branched = 1 << 30  # every mix is timed both ways
+    bench.backend._most_branched = 1 << 30  # every mix is timed with and without branches
     apart = [graph_us(bench.calls(bench.plan(decodes=part, chunks=not part))) for part in (True, False)]
     plan = bench.plan()
     together, beside = bench.found(plan), graph_us(bench.calls(plan))

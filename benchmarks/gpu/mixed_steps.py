@@ -1,11 +1,11 @@
-"""Decoding while prompts are read: python -m benchmarks.gpu.mixed_steps --model llama-3.1-8b --targets 0,20,10
+"""Times decoding beside prompts: python -m benchmarks.gpu.mixed_steps --model llama-3.1-8b --targets 0,20,10
 
-`--rows` sequences decode while `--prompts` long prompts come one after the other. For each target: the time between two
-tokens of a decoding sequence, before the prompts came and while they were read, and how fast they were read. Target 0
-is the policy fcfs, where a step takes as many prompt tokens as it may; any other one is `deadline` with so many
-milliseconds as tpot. `--serial` runs the attention kernels of a step one after the other instead of on parallel
-branches. Random weights, any device: `--model tiny --device cpu` tries it anywhere. Exits 1 if the 99th percentile is
-over a target by more than a fifth.
+`--rows` sequences decode while `--prompts` long prompts arrive one after the other. For each target it prints the time
+between two tokens of a decoding sequence, before the prompts arrive and while they are computed, and the speed of
+computing them. Target 0 is the policy fcfs, where a step takes as many prompt tokens as fit; any other target is
+`deadline` with this tpot in milliseconds. `--serial` runs the attention kernels of a step one after the other instead
+of on parallel branches. Random weights, any device: `--model tiny --device cpu` tries it anywhere. Exits 1 if the 99th
+percentile is over a target by more than a fifth.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 
 QUIET_STEPS = 100  # before the prompts come
-MOST_OVER = 1.2  # of a target, at the 99th percentile
-WARMING = 2  # prompts that are not counted: kernels are compiled and steps captured
+MOST_OVER = 1.2  # times the target, at the 99th percentile
+WARMING = 2  # prompts that do not count, in which kernels are compiled and steps captured
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Milliseconds between two tokens of a sequence, without and with prompts, and prompt tokens in a second."""
+    """Milliseconds between two tokens of a sequence, without and with prompts, and prompt tokens per second."""
 
     target: float  # milliseconds; 0: none
     quiet: float
@@ -70,14 +70,14 @@ def open_engine(options: argparse.Namespace, target: float) -> EngineCore:
 
 
 class Gaps:
-    """Steps an engine, and notes the time between two tokens of one sequence."""
+    """Steps an engine, and records the time between two tokens of one sequence."""
 
     def __init__(self, core: EngineCore, handle: int) -> None:
         self._core, self._handle, self._last = core, handle, time.perf_counter()
         self.milliseconds: list[float] = []
 
     def step(self) -> set[int]:
-        """One step; returns the sequences that got a token."""
+        """Run one step. Returns the sequences that got a token."""
         got = set(self._core.step().samples.tolist())
         if self._handle in got:
             now = time.perf_counter()
@@ -86,7 +86,7 @@ class Gaps:
         return got
 
     def take(self) -> list[float]:
-        """Those since the last call."""
+        """Return the times since the last call."""
         found, self.milliseconds = self.milliseconds, []
         return found
 
@@ -119,7 +119,7 @@ def measure(options: argparse.Namespace, target: float) -> Figures:
 
 
 def release() -> None:
-    """Give the memory of an engine that was closed back to the device."""
+    """Free the memory of a closed engine on the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""A gated MLP of many rows, its gate taken along by the product or not: python -m benchmarks.gpu.mlp --rows 96,256,8192
+"""Times a gated MLP of many rows, with a fused gate and without: python -m benchmarks.gpu.mlp --rows 96,256,8192
 
-Norm, gate and up, gate, down and the sum with the residual stream, in a captured graph over several layers' weights, so
-that none is found in the cache. Both ways take turns; medians, in microseconds of a layer. "floor": the products, or
-the weights, at the rates that `benchmarks.gpu` counts on, whichever takes longer.
+Runs norm, gate and up, gate, down and the residual add in a captured graph over several layers' weights, so that none
+is in the cache. Both versions are interleaved; prints medians in microseconds per layer. "floor": the time of the
+gemms, or of reading the weights, at the rates that `benchmarks.gpu` assumes, whichever is longer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def in_turns(graphs: list[torch.cuda.CUDAGraph], x: torch.Tensor, replays: int) -> list[float]:
-    """Median microseconds of a replay of each."""
+    """Return the median microseconds of a replay of each graph, interleaved."""
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(_ROUNDS):
         for graph, taken in zip(graphs, times, strict=True):

@@ -1,4 +1,4 @@
-"""The models the GPU benchmarks run: real shapes, random weights."""
+"""The models of the GPU benchmarks: real shapes, random weights."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from benchmarks.gpu.stored import write_gpt_oss
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A Hugging Face config, and the numbers that its physical floor follows from."""
+    """A Hugging Face config, and the sizes from which its physical floor is computed."""
 
     config: dict[str, Any]
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of all layers that one token is multiplied by, the head apart."""
+        """Weights of all layers by which one token is multiplied, without the head."""
         c = self.config
         return self._attention + 3 * c["hidden_size"] * self._widths(c)
 
     def read_bytes(self, rows: int, weight_bytes: float) -> float:
-        """Of the weights of all layers that a step of so many tokens reads. Routers spread tokens evenly over experts.
+        """Return the bytes of weights of all layers that a step of `rows` tokens reads, if routers spread tokens evenly
+        over experts.
 
-        weight_bytes: of a weight; those of experts may be stored in fewer."""
+        `weight_bytes`: bytes per weight; experts may be stored in fewer.
+        """
         c = self.config
         experts = self._num_experts
         if not experts:
@@ -39,13 +41,14 @@ class BenchModel:
 
     @property
     def _num_mixtures(self) -> int:
-        """Layers with experts."""
+        """The number of layers with experts."""
         return int(self.config["num_hidden_layers"] - self.config.get("first_k_dense_replace", 0))
 
     @property
     def _attention(self) -> int:
         c = self.config
-        if "kv_lora_rank" in c:  # all of the token, then what makes keys and values of latents, then back
+        # Projections of the hidden state, from latents to keys and values, and the output projection.
+        if "kv_lora_rank" in c:
             heads, nope, rope, value, rank = (c[name] for name in _LATENT)
             wide = c["hidden_size"] * (heads * (nope + rope) + rank + rope + heads * value)
             return int(c["num_hidden_layers"] * (wide + rank * heads * (nope + value)))
@@ -53,7 +56,7 @@ class BenchModel:
         return int(c["num_hidden_layers"] * c["hidden_size"] * heads)
 
     def _widths(self, config: dict[str, Any]) -> int:
-        """Of the MLPs that one token goes through, in all layers."""
+        """Return the summed intermediate sizes of the MLPs that one token passes, over all layers."""
         if not self._num_experts:
             return int(config["num_hidden_layers"] * config["intermediate_size"])
         used = config["num_experts_per_tok"] + config.get("n_shared_experts", 0)
@@ -67,7 +70,7 @@ class BenchModel:
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers a token leaves in the cache."""
+        """Elements that a token takes in the KV cache."""
         c = self.config
         if "kv_lora_rank" in c:
             return int(c["num_hidden_layers"] * (c["kv_lora_rank"] + c["qk_rope_head_dim"]))
@@ -84,7 +87,7 @@ class BenchModel:
 
     @property
     def windows(self) -> Counter[int | None]:
-        """How many layers see how many of the last tokens; None: all of them."""
+        """How many layers have each window; None: all tokens."""
         c = self.config
         window, count = c.get("sliding_window"), c["num_hidden_layers"]
         if c.get("layer_types"):
@@ -94,7 +97,7 @@ class BenchModel:
 
     @property
     def _num_experts(self) -> int:
-        """That tokens are spread over."""
+        """The experts among which tokens are distributed."""
         names = ("num_experts", "n_routed_experts", "num_local_experts")
         return next((int(self.config[name]) for name in names if self.config.get(name) is not None), 0)
 
@@ -104,18 +107,18 @@ class BenchModel:
 
     @property
     def load_format(self) -> Literal["auto", "dummy"]:
-        """By which an engine loads it: its random weights are made at load, but for those that are stored quantized."""
+        """The `load_format` for an engine: random weights are made at load, except those that are stored quantized."""
         return "auto" if self.config.get("quantization_config") else "dummy"
 
     def write(self, folder: Path) -> Path:
-        """A model directory: of nothing but the config, unless weights are stored quantized (gpt-oss)."""
+        """Write a model directory: only the config, unless weights are stored quantized (gpt-oss)."""
         (folder / "config.json").write_text(json.dumps(self.config))
         if self.load_format == "auto":
             write_gpt_oss(self.config, folder)
         return folder
 
 
-MXFP4_BYTES = 0.5 + 1 / 32  # of a weight, with its share of the exponent of 32
+MXFP4_BYTES = 0.5 + 1 / 32  # bytes per weight, including its share of a group's exponent
 SLIDING, FULL = "sliding_attention", "full_attention"
 _LATENT = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 _COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False}
@@ -215,8 +218,8 @@ _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attenti
 
 
 def find_model(name: str) -> BenchModel:
-    """One of MODELS by its name, or any other shape by its Hugging Face config: a config.json, or a folder with one.
-    Raises ValueError if it is neither."""
+    """Return one of MODELS by its name, or any other shape from its Hugging Face config: a config.json, or a folder
+    with one. Raises ValueError if it is neither."""
     if name in MODELS:
         return MODELS[name]
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)

@@ -1,8 +1,8 @@
-"""Times tiles of many rows by 4-bit weights, and experts by them: python -m benchmarks.gpu.nibble_tiles
+"""Times gemms of many rows with 4-bit weights, and experts with such weights: python -m benchmarks.gpu.nibble_tiles
 
-Products of an 8B model's layer over cold weights: by the portable kernel with factors folded into the numbers and not,
-by the wgmma kernel on a Hopper GPU, and by the library in bfloat16; and the experts of gpt-oss-20b in MXFP4 as stored,
-beside the same in bfloat16.
+Times the gemms of an 8B model's layer over cold weights: by the portable kernel with scales folded into the weights and
+without, by the wgmma kernel on a Hopper GPU, and by the library in bfloat16. Also times the experts of gpt-oss-20b in
+MXFP4 as stored, and in bfloat16.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def dense(workspace: Workspace, rows_of: list[int], kinds: list[str], ways: list
 
 
 def _calls(x: Tensor, layer: Layer, workspace: Workspace, wanted: list[str]) -> dict[str, partial[Tensor]]:
-    """The wanted kernels, by these rows: each takes a `weight`."""
+    """Return the wanted kernels for these rows: each takes a `weight`."""
     options = {"x": x, "workspace": workspace, "activation": layer.activation, "dependent": True}
     ways = {
         "not folded": partial(nibble_product, **options, folded=False),

@@ -1,8 +1,8 @@
-"""Times products of a few rows by 4-bit weights, with one tiling and another: python -m benchmarks.gpu.nibbles
+"""Times gemms of a few rows with 4-bit weights, by tile configuration: python -m benchmarks.gpu.nibbles
 
-For each product of an 8B model's layer: the floor of its bytes, the time of each tiling inside a CUDA graph over cold
-weights, and the error against plain torch. Then a chain of layers, as a step launches them but for attention, and what
-a step of 32 layers takes at that rate.
+For each gemm of an 8B model's layer it prints the floor given by its bytes, the time of each tile configuration inside
+a CUDA graph over cold weights, and the error against plain torch. Then it times a chain of layers as in a step, without
+attention, and extrapolates to a step of 32 layers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def weight_bytes(weight: PackedNibbles) -> int:
 
 
 class Operands:
-    """What the products of one layer need."""
+    """The operands of one layer's gemms."""
 
     def __init__(self, layer: Layer, kind: str, rows: int, cold: bool = True) -> None:
         self.layer, self.rows = layer, rows
@@ -107,7 +107,7 @@ class Operands:
 
 
 def measure_products(rows_of: list[int], workspace: Workspace) -> dict[tuple[str, str, int], FewTiling]:
-    """The best tiling of each layer, kind and number of rows."""
+    """Return the best tile configuration of each layer, kind and number of rows."""
     best: dict[tuple[str, str, int], tuple[float, FewTiling]] = {}
     operands, found = None, ""
     for case in all_cases(rows_of):
@@ -137,7 +137,8 @@ def measure_products(rows_of: list[int], workspace: Workspace) -> dict[tuple[str
 
 
 def report_chain(kind: str, rows: int, cases: dict[str, Case], workspace: Workspace) -> None:
-    """Microseconds of one layer in a chain, launched in turn and as dependents."""
+    """Print the microseconds of one layer in a chain, launched one after the other and with programmatic dependent
+    launch."""
     layers = [[Operands(layer, kind, rows, cold=False) for layer in LAYERS] for _ in range(4)]
     size = sum(weight_bytes(each.weights[0]) for each in layers[0])
 

@@ -1,10 +1,10 @@
-"""Where a steady decode step's time goes: python -m benchmarks.gpu.profile_step --model llama-3.1-8b --batch 64
+"""Profiles a steady decode step: python -m benchmarks.gpu.profile_step --model llama-3.1-8b --batch 64
 
-With --prompts, where the time of reading prompts goes: as many as --batch, of --context tokens each.
+With --prompts it profiles prefill instead: as many prompts as --batch, of --context tokens each.
 
-Prints the wall time of a step, the host's share of it, the share of time in which the GPU was busy, and the kernels
-that took most. Without --trace nothing is kept. With --group layers sum over a NCCL group of one rank,
-which an engine with one rank does not: so what these launches cost is seen on one GPU.
+Prints the wall time of a step, the host's share of it, the share of time in which the GPU was busy, and the most
+expensive kernels. Without --trace no file is written. With --group, layers all-reduce over a NCCL group of one rank,
+which an engine with one rank does not do: this shows the cost of these launches on one GPU.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TimedExecutor:
 
 
 def make_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecutor]:
-    """An engine with room for `batch` sequences of `context` tokens that decode for some steps."""
+    """Return an engine with memory for `batch` sequences of `context` tokens that decode for some steps."""
     with tempfile.TemporaryDirectory() as folder:
         files = resolve_model(str(find_model(options.model).write(Path(folder))))
         longest = options.context + 40 + 4 * options.steps
@@ -103,7 +103,7 @@ def make_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecutor]
 
 
 def submit(core: EngineCore, options: argparse.Namespace, number: int, max_tokens: int) -> None:
-    """The prompts of round `number`, which have no prefix in common with others."""
+    """Submit the prompts of round `number`, which have no prefix in common with others."""
     sampling = SamplingParams(temperature=options.temperature, max_tokens=max_tokens, ignore_eos=True)
     for row in range(number * options.batch, (number + 1) * options.batch):
         prompt = array("i", [(7 * row + i) % 9_000 + 10 for i in range(options.context)])
@@ -111,7 +111,7 @@ def submit(core: EngineCore, options: argparse.Namespace, number: int, max_token
 
 
 def run_until(core: EngineCore, output_tokens: int) -> int:
-    """Returns the steps it took."""
+    """Step until so many tokens were generated. Returns the number of steps."""
     steps = 0
     while core.stats().output_tokens < output_tokens:
         core.step()
@@ -120,7 +120,7 @@ def run_until(core: EngineCore, output_tokens: int) -> int:
 
 
 def decode(core: EngineCore, options: argparse.Namespace) -> Callable[[], int]:
-    """What runs some steps in which all sequences decode and nothing else happens."""
+    """Return a function that runs some steps in which all sequences decode and nothing else happens."""
     submit(core, options, 0, 40 + 4 * options.steps)
     run_until(core, options.batch * 20)
 
@@ -133,7 +133,7 @@ def decode(core: EngineCore, options: argparse.Namespace) -> Callable[[], int]:
 
 
 def read_prompts(core: EngineCore, options: argparse.Namespace) -> Callable[[], int]:
-    """What runs the steps of a round of prompts; one was run before."""
+    """Return a function that runs the steps of a round of prompts. One round has been run before."""
     rounds = count()
 
     def steps() -> int:
@@ -146,7 +146,7 @@ def read_prompts(core: EngineCore, options: argparse.Namespace) -> Callable[[], 
 
 
 def one_rank() -> Ranks:
-    """A rank without others, whose layers sum over a group all the same: those of an engine with one rank do not."""
+    """Return a single rank whose layers all-reduce over a group, unlike those of an engine with one rank."""
     import torch.distributed as dist
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -155,7 +155,7 @@ def one_rank() -> Ranks:
 
 
 def busy_share(events: list[dict[str, Any]]) -> tuple[float, float]:
-    """Seconds in which the device did something, and the seconds from its first work to its last."""
+    """Return the seconds in which the device was busy, and the seconds from its first to its last activity."""
     spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
     busy, end = 0.0, spans[0][0]
     for begin, stop in spans:
@@ -165,7 +165,7 @@ def busy_share(events: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def traced(work: Callable[[], int], keep: Path | None) -> tuple[list[dict[str, Any]], int]:
-    """What the device did, and in how many steps."""
+    """Return the device events of `work`, and its number of steps."""
     kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds) as profile:
         steps = work()
@@ -178,7 +178,7 @@ def traced(work: Callable[[], int], keep: Path | None) -> tuple[list[dict[str, A
 
 
 def least_seconds(options: argparse.Namespace, steps: int) -> float:
-    """The floor of a step."""
+    """Return the floor of a step in seconds."""
     model, precision = find_model(options.model), floor.Precision.of(options.quantization, options.kv_cache_dtype)
     if options.prompts:
         prompts = Workload([[1] * options.context] * options.batch, [1] * options.batch)

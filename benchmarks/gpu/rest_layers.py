@@ -1,4 +1,5 @@
-"""A chain of decoder layers without attention: what the kernels cost one after the other, plain and as dependents."""
+"""A chain of decoder layers without attention: the time of the kernels one after the other, launched plainly and with
+programmatic dependent launch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.rotary import LayerMemory, rotate_and_store
 
 EPS = 1e-5
-BLOCK = 16  # tokens of a cache block
+BLOCK = 16  # tokens per cache block
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Sizes:
     intermediate: int
     queries: int
     keys: int
-    layers: int  # enough to be cold in the cache
+    layers: int  # enough that weights are cold in the cache
     dim: int = 128
 
 
@@ -101,7 +102,7 @@ class Chain:
         )  # fmt: skip
 
     def _prepared(self, x: Tensor, norm: bool, dependent: bool) -> tuple[Tensor, Tensor | None]:
-        """Several rows are normed and quantized by kernels of their own."""
+        """Return the input of a gemm. Several rows are normed and quantized by separate kernels."""
         if self._kind == "bf16":
             return (rms_norm(x, self._norm.weight, EPS, self._normal, None, dependent), None) if norm else (x, None)
         small = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=self._device)
@@ -128,7 +129,7 @@ def chains(workspace: Workspace) -> list[tuple[str, Callable[[], Chain]]]:
 
 
 def measure_chain(name: str, make: Callable[[], Chain]) -> dict[str, object]:
-    """Time a layer plain and with dependent launches, and whether both give the same bits."""
+    """Time a layer with plain and with dependent launches, and check that both give the same bits."""
     chain = make()
     found, plain, layers = {}, 0.0, len(chain._weights)
     for dependent in (False, True):

@@ -1,4 +1,4 @@
-"""Products by 4- and 8-bit weights in groups, of one model's layers: cases to time."""
+"""Gemms with 4- and 8-bit weights in groups, for one model's layers: cases to time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.kernels.triton.products import Workspace
 KINDS = ("w4", "w4 with zeros", "w8", "float8 blocks")
 GROUP = 128
 ROWS = (1, 16, 64, 256, 2048)
-_CACHE_BYTES = 128 << 20  # more than the device's cache: weights come from memory
+_CACHE_BYTES = 128 << 20  # more than the device's cache, so that weights come from memory
 
 
 def cases(workspace: Workspace) -> Iterator[Callable[[], Case]]:
@@ -73,7 +73,7 @@ def _weight(layer: Layer, kind: str, seed: int) -> PackedLevels | PackedNibbles:
 
 
 def _values(weight: PackedLevels | PackedNibbles) -> Tensor:
-    """The numbers of a packed weight."""
+    """Return a packed weight dequantized."""
     if isinstance(weight, PackedNibbles):
         return unpack_nibbles(weight)
     rows = weight.data.float().transpose(1, 2).reshape(-1, weight.inputs)[: weight.outputs]

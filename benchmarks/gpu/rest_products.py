@@ -1,4 +1,4 @@
-"""Skinny products of two models' layers: cases to time, and a search over tilings."""
+"""Gemms of few rows for two models' layers: cases to time, and a search over tile configurations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kinds(rows: int) -> tuple[Kind, ...]:
 
 
 def cases(workspace: Workspace) -> Iterator[Callable[[], Case]]:
-    """Makers of cases: each takes its memory only when called."""
+    """Yield functions that make cases: each allocates its memory only when called."""
     for layer in LAYERS:
         for rows in (1, 16, 64, 128, 256):
             for kind in kinds(rows):
@@ -45,7 +45,8 @@ def _case(layer: Layer, rows: int, kind: Kind, workspace: Workspace) -> Case:
 
 
 def tune(workspace: Workspace, rows_of: tuple[int, ...], wanted: tuple[Kind, ...]) -> Iterator[Trial]:
-    """The fastest tiling of each layer beside the present one. Tilings that are wrong or do not fit are left out."""
+    """Yield the fastest tile configuration of each layer, with the current one. Configurations that are wrong or do not
+    fit are left out."""
     run = run_trial(CUDA, workspace, graph_us)
     for layer in LAYERS:
         for rows in rows_of:

@@ -1,4 +1,4 @@
-"""The kernels around the products: cases to time, each against plain torch."""
+"""The kernels around the gemms: cases to time, each compared with plain torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SAMPLED = {
 
 
 def cases() -> Iterator[Callable[[], Case]]:
-    """Makers of cases: each takes its memory only when called."""
+    """Yield functions that make cases: each allocates its memory only when called."""
     for rows in (1, 64, 2048):
         yield partial(_norm, rows, 4096, False)
         yield partial(_gate, rows, 14336, False)
@@ -204,7 +204,7 @@ def _history(num_rows: int, vocab_size: int) -> RowTokens:
 
 
 def _sample(entries: int, vocab_size: int, name: str, dependent: bool) -> Case:
-    """The error is the share of rows whose token is not the reference's."""
+    """Return a case whose error is the share of rows whose token differs from the reference's."""
     how = SAMPLED[name]
     logits = [_rand(entries, vocab_size, scale=3.0) for _ in range(num_copies(entries * vocab_size * 2, 4))]
     parameters, history = RowParameters.make(entries, CUDA), _history(entries, vocab_size)

@@ -1,10 +1,10 @@
 """The server's speed on a GPU: python -m benchmarks.gpu.serve --model llama-3.1-8b [--rates inf,20,40] [--json PATH]
 
 Starts `quire serve` on random weights of the real shape with a byte-level tokenizer of the same vocabulary, and sends
-512 chat-shaped requests of token ids at each rate: streaming, greedy, answers of the length asked for, from the same
-machine. `inf` is one every 2 ms. An unmeasured round comes first; without it (`--warm-up 0 --rates inf,inf`) the first
-burst after the start stands beside the second. Beside Quire's figures stand those of vLLM 0.26.0 on one H200. Time per
-token is that of an answer; the gap between tokens is counted from one arrival of bytes to the next.
+512 chat-like requests of token ids at each rate from the same machine: streaming, greedy, with answers of the requested
+length. `inf` is one every 2 ms. A warm-up round comes first; without it (`--warm-up 0 --rates inf,inf`) you can compare
+the first burst after the start with the second. Quire's results are printed with those of vLLM 0.26.0 on one H200. Time
+per token is the mean over an answer; the gap between tokens is measured between arrivals of bytes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from quire.types.errors import QuireError
 
 SATURATING = "inf"
 SERVED = "bench"
-SHIFT = 200  # added to the ids of every round, so that no prefix is met again
+SHIFT = 200  # added to the ids in every round, so that no prefix is found again
 
 
 class Figures(NamedTuple):
-    """Of one rate. Latencies in milliseconds."""
+    """Results at one rate. Latencies in milliseconds."""
 
     out_tokens_per_s: float
     ttft_p50: float
@@ -65,7 +65,7 @@ TINY = BenchModel(
         "eos_token_id": 1,
     }
 )  # fmt: skip
-SHAPES = {**MODELS, "tiny": TINY}  # the last to see that everything works, on any machine
+SHAPES = {**MODELS, "tiny": TINY}  # "tiny" tests on any machine that everything works
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +128,7 @@ def _path() -> str:
 
 
 def _rounds(options: argparse.Namespace, url: str, rates: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """The figures of each round with its rate, in the order in which they were run."""
+    """Return the results of each round with its rate, in the order in which they were run."""
     ask = (url, SERVED, options.clients, options.time_limit)
     if options.warm_up:
         measure(jobs_at(SATURATING, options.warm_up, 0), *ask)
@@ -141,7 +141,7 @@ def _rounds(options: argparse.Namespace, url: str, rates: Sequence[str]) -> list
 
 
 def jobs_at(rate: str, count: int, place: int) -> list[Job]:
-    """The chat requests of one round at the moments they are sent."""
+    """Return the chat requests of one round with the times at which they are sent."""
     work = workloads.chat(512, seed=11, shift=SHIFT * place)
     moments = workloads.arrivals(512, None if rate == SATURATING else float(rate))
     every = zip(work.prompts, work.outputs, moments, strict=True)

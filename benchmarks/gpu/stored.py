@@ -1,4 +1,4 @@
-"""Random checkpoints in the form in which a model is published, for models whose weights cannot be made at load."""
+"""Random checkpoints in the format in which a model is published, for models whose weights cannot be made at load."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES
 
-SPREAD = 0.02  # standard deviation of the numbers
-EXPONENT = 120  # of MXFP4 groups: levels spread by 2.9, so that numbers spread by 0.023
+SPREAD = 0.02  # standard deviation of the weights
+EXPONENT = 120  # of MXFP4 groups: stored values have a standard deviation of 2.9, so the weights have one of 0.023
 
 
 def write_gpt_oss(config: dict[str, Any], folder: Path) -> None:
-    """Weights of gpt-oss with experts in MXFP4, a file for each layer. All layers have the same."""
+    """Write weights of gpt-oss with experts in MXFP4, one file per layer. All layers have the same weights."""
     hidden, heads, kv, dim = (
         config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )

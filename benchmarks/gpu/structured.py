@@ -1,4 +1,4 @@
-"""What structured output costs on a GPU: python -m benchmarks.gpu.structured --model qwen3-0.6b [--tokenizer FILE]
+"""Times structured output on a GPU: python -m benchmarks.gpu.structured --model qwen3-0.6b [--tokenizer FILE]
 
 256 requests at once, 64 tokens in and 128 out at temperature 0.6, of which none, one or all follow a regex or a JSON
 schema; random weights of the named shape with a vocabulary of 49,152 ids. Each case is repeated in turn with other
@@ -27,7 +27,7 @@ from quire import LLM, SamplingParams
 
 VOCABULARY = 49_152
 REQUESTS, TOKENS_IN, TOKENS_OUT = 256, 64, 128
-RECORD = {  # ten fields; with random weights, answers are longer than 128 tokens
+RECORD = {  # ten fields, so that with random weights answers are longer than 128 tokens
     "type": "object",
     "properties": {
         "name": {"type": "string"},
@@ -60,7 +60,8 @@ CASES = (("plain", 0), ("regex", 1), ("regex", REQUESTS), ("json", 1), ("json", 
 
 
 def load_random(model: BenchModel, tokenizer: Path | None, **settings: Any) -> LLM:
-    """Random weights of a shape, with a vocabulary of 49,152 ids; without a tokenizer.json they are made-up words."""
+    """Load random weights of a shape, with a vocabulary of 49,152 ids; without a tokenizer.json its words are
+    invented."""
     small = replace(model, config=model.config | {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2})
     with tempfile.TemporaryDirectory() as folder:
         path = small.write(Path(folder))
@@ -72,7 +73,7 @@ def load_random(model: BenchModel, tokenizer: Path | None, **settings: Any) -> L
 
 
 def tokens_per_second(llm: LLM, kind: str, count: int, rng: random.Random) -> tuple[float, int]:
-    """Run the requests, of which the first `count` are structured; returns how many tokens came, too."""
+    """Run the requests, of which the first `count` are structured. Also returns how many tokens were generated."""
     prompts = [[rng.randint(10, 9_000) for _ in range(TOKENS_IN)] for _ in range(REQUESTS)]
     usual: dict[str, Any] = {"temperature": 0.6, "max_tokens": TOKENS_OUT, "ignore_eos": True}
     sampling = [

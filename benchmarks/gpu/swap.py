@@ -1,9 +1,9 @@
-"""Blocks to host memory and back: python -m benchmarks.gpu.swap [--block-sizes 1,16,64] [--json PATH]
+"""Times copies of blocks to and from host memory: python -m benchmarks.gpu.swap [--block-sizes 1,16,64] [--json PATH]
 
-First what the bus carries by plain copies of pinned memory, then blocks of the 8B shape through the host tier: alone,
-by each route, with slots that are neighbours and slots that are scattered; then while the model decodes, as much as
-fills a share of the bus in each direction, and what the steps lose by it. GB are 10^9 bytes. `link` figures count the
-time in which the bus was in use for blocks; the others count all of it.
+First measures plain copies of pinned memory, then blocks of the 8B shape through the host tier: alone, by each route,
+with contiguous and with scattered slots; then while the model decodes, with enough blocks to fill a share of the bus in
+each direction, and how much slower the steps become. GB are 10^9 bytes. `link` results count only the time in which the
+bus copied blocks; the others count all time.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ TOKEN_BYTES = 2 * LAYERS * HEADS.kv_size * 2
 PLAIN_BYTES = 1 << 30
 REPEATS = 5
 ROWS, CONTEXT, STEPS = 64, 512, 60
-SHARE = 0.9  # of what the bus carries in a step
+SHARE = 0.9  # of the bytes that the bus can copy in a step
 
 
 @dataclass(frozen=True, slots=True)
 class Bus:
-    """Bytes a second by plain copies."""
+    """Bytes per second of plain copies."""
 
     to_host: float
     to_device: float
@@ -63,24 +63,24 @@ class Alone:
     block_size: int
     route: RouteName
     slots: str
-    save: float  # bytes a second, from the order to the end
+    save: float  # bytes per second, from the request to the end
     load: float
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Steps that decode while blocks move."""
+    """Steps that decode while blocks are copied."""
 
     block_size: int
     direction: str
     step_seconds: float
-    slower: float  # than steps without, as a share
-    carried: float  # bytes a second, over all the time
-    link: float  # bytes a second, while blocks were crossing
+    slower: float  # relative to steps without copies
+    carried: float  # bytes per second, over all time
+    link: float  # bytes per second, while blocks were being copied
 
 
 def best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest run, everything on the device included."""
+    """Return the seconds of the fastest run, including all work on the device."""
     taken = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
@@ -133,7 +133,7 @@ class Loaded:
 
     def __init__(self, inner: SingleExecutor) -> None:
         self._inner = inner
-        self.orders: list[Transfers] = []  # taken in turn
+        self.orders: list[Transfers] = []  # used in turn
         self.moved = NOTHING_COPIED
 
     @property
@@ -169,7 +169,7 @@ class Loaded:
 
 
 def steady_engine(block_size: int, host_bytes: int) -> tuple[EngineCore, Loaded, int]:
-    """An engine in which sequences decode and nothing else happens; and how many blocks its cache has."""
+    """Return an engine in which sequences decode and nothing else happens, and the number of blocks in its cache."""
     longest = CONTEXT + 100 + 6 * STEPS
     with tempfile.TemporaryDirectory() as folder:
         files = resolve_model(str(MODELS[MODEL].write(Path(folder))))
@@ -196,7 +196,7 @@ def measure_beside(block_size: int, bus: Bus, host_bytes: int) -> list[Beside]:
     plain = _step_seconds(core)
     found = [Beside(block_size, "neither", plain, 0.0, 0.0, 0.0)]
     count = min(int(SHARE * plain * min(bus.to_host, bus.to_device)) // block_bytes, num_slots // 2)
-    spare = num_blocks - num_slots  # no sequence is there: the pool gives away low numbers first
+    spare = num_blocks - num_slots  # no sequence uses these: the pool hands out low ids first
     for direction in ("save", "load", "both"):
         executor.orders = []
         for half in range(2):
@@ -204,7 +204,7 @@ def measure_beside(block_size: int, bus: Bus, host_bytes: int) -> list[Beside]:
             others = tuple(SlotMove(spare + slot, slot) for slot in range((1 - half) * count, (2 - half) * count))
             saves, loads = (moves if direction != "load" else ()), (others if direction != "save" else ())
             executor.orders.append(Transfers(saves=saves, loads=loads))
-        _step_seconds(core, 6)  # the pipeline is full of them
+        _step_seconds(core, 6)  # until the pipeline is full of copies
         executor.moved = NOTHING_COPIED
         begin = time.perf_counter()
         seconds = _step_seconds(core)

@@ -1,4 +1,5 @@
-"""A tokenizer for models of random weights: every id of a large vocabulary stands for bytes, so answers are text."""
+"""A tokenizer for models with random weights: every id of a large vocabulary stands for bytes, so that answers are
+text."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 
 def write_tokenizer(path: Path, vocab_size: int) -> None:
-    """A byte-level tokenizer.json of exactly `vocab_size` ids: the 256 bytes, then made-up words behind a space."""
+    """Write a byte-level tokenizer.json with exactly `vocab_size` ids: the 256 bytes, then invented words after a
+    space."""
     letters = sorted(ByteLevel.alphabet())
     words = [*letters, *(f"Ġ{_word(index)}" for index in range(vocab_size - len(letters)))]
     tokenizer = Tokenizer(BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
@@ -22,7 +24,7 @@ def write_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def _word(index: int) -> str:
-    """Two letters or more; another for every index."""
+    """Return a word of two letters or more, different for every index."""
     base, word = len(string.ascii_lowercase), ""
     index += base  # words of one letter are left out
     while True:

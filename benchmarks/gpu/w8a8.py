@@ -1,8 +1,8 @@
-"""Products of an 8B model's layer by int8 and float8 weights, by rows: python -m benchmarks.gpu.w8a8 --rows 16,64,192
+"""Times an 8B model's gemms with int8 and float8 weights, by rows: python -m benchmarks.gpu.w8a8 --rows 16,64,192
 
-Every product runs alone, over weights that are not in the cache; times of a layer's products are summed. A gate or the
-int8 library's conversion that a product does not take along is a kernel of its own and counted. "floor" reads the
-weights once at the bandwidth of a read-only stream.
+Every gemm runs alone, over weights that are not in the cache; the times of a layer's gemms are summed. If the gate, or
+the conversion of the int8 library, is not fused into the gemm, its kernel is counted too. "floor" is the time to read
+the weights once at the peak read bandwidth.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CUDA = torch.device("cuda")
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LAYERS = Sizes().layers()[:-1]  # without the head
 LARGEST_ERROR = 0.02
-Ways = dict[str, Callable[[ScaledRows], object]]  # by name: the product with one weight
+Ways = dict[str, Callable[[ScaledRows], object]]  # by name: the gemm with one weight
 
 
 def quantized(x: Tensor, kind: str) -> ScaledRows:
@@ -41,7 +41,7 @@ def quantized(x: Tensor, kind: str) -> ScaledRows:
 
 
 def ways(layer: Layer, x: ScaledRows, workspace: Workspace, residual: Tensor | None, out: Tensor) -> Ways:
-    """The product by each kernel that takes it. All write `out`, but for the library's where nothing comes after."""
+    """Return the gemm by each kernel that supports it. All write `out`, except the library's where nothing follows."""
 
     def by_library(weight: ScaledRows) -> Tensor:
         made = multiply_scaled(x, weight, torch.bfloat16)
@@ -64,7 +64,7 @@ def ways(layer: Layer, x: ScaledRows, workspace: Workspace, residual: Tensor | N
 
 
 def compile_all(kinds: list[str], rows_of: list[int], workspace: Workspace) -> None:
-    """Compile every kernel that is going to be timed, many at once."""
+    """Compile every kernel that will be timed, many at once."""
     with compiling_only():
         for kind, rows, layer in itertools.product(kinds, rows_of, LAYERS):
             weight = ScaledRows(*_empty(kind, layer.weight_rows, layer.inputs))
@@ -80,7 +80,7 @@ def _empty(kind: str, rows: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def measured(layer: Layer, rows: int, kind: str, workspace: Workspace) -> Iterator[tuple[str, float]]:
-    """Microseconds by name."""
+    """Yield microseconds by name."""
     numbers, shape = torch.randn(rows, layer.inputs, device=CUDA).bfloat16(), (layer.weight_rows, layer.inputs)
     copies = num_copies(layer.weight_rows * layer.inputs)
     plain = [torch.randn(shape, dtype=torch.bfloat16, device=CUDA) * layer.inputs**-0.5 for _ in range(copies)]

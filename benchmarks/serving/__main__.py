@@ -1,4 +1,4 @@
-"""Quire's server beside another OpenAI-compatible one: the same requests at the same times, one server at a time.
+"""Compares Quire's server with another OpenAI-compatible one: the same requests at the same times, one at a time.
 
     python -m benchmarks.serving --requests 20                              # Quire alone
     python -m benchmarks.serving --workload online.json --requests 40 --repeats 2 \
@@ -35,7 +35,7 @@ from quire.types.errors import QuireError
 
 SEED = 1
 FLAGS = "--dtype float32 --max-model-len 2048 --no-enable-prefix-caching"
-# what a row shows: (key of the medians, factor, digits)
+# rows of the table: (key of the medians, factor, digits)
 _ONCE: dict[str, tuple[str, float, int]] = {
     "boot to ready s": ("boot_seconds", 1.0, 1),
     "idle RSS GB": ("idle_rss_bytes", 1e-9, 2),
@@ -116,7 +116,7 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
 
 
 def synthetic_jobs(count: int) -> list[Job]:
-    """Requests of 32-512 tokens in and 16-256 out at random moments, the same ones every time."""
+    """Return requests of 32-512 prompt and 16-256 output tokens at random times, the same in every run."""
     rng = random.Random(SEED)
     return [
         Job(
@@ -129,7 +129,7 @@ def synthetic_jobs(count: int) -> list[Job]:
 
 
 def table_of(figures: dict[str, dict[str, float]], rates: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """A row for each figure, a column for each server, and then Quire's figure over each other server's."""
+    """Return a table with a row per value, a column per server, and the ratio of Quire to each other server."""
     names = ["quire", *(name for name in figures if name != "quire")]
     measures = dict(_ONCE)
     for rate in rates:

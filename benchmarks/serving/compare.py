@@ -1,4 +1,4 @@
-"""Replays a workload against each contestant in turn, at the same rates, and reduces the visits to medians."""
+"""Replays a workload against each contestant in turn, at the same rates, and reduces the runs to medians."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from quire.serving.bench.timeline import read_recording
 from quire.serving.bench.workload import Job, poisson, replay
 from quire.types.errors import QuireError
 
-HALF = "half"  # a rate: half of what the slowest contestant managed when it got everything at once
+HALF = "half"  # a rate: half of the throughput of the slowest contestant with all requests at once
 WARM_UP = 2  # requests that do not count
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One contestant at one rate, in one life of its server."""
+    """One contestant at one rate, with a newly started server."""
 
     contestant: str
-    rate: str  # as it was asked for
-    requests_per_s: float  # what it stands for; infinite: all at once
+    rate: str  # as given on the command line
+    requests_per_s: float  # the rate in numbers; infinite: all at once
     boot_seconds: float
     idle_rss_bytes: int
     idle_pss_bytes: int
@@ -43,9 +43,9 @@ def compare(
     time_limit: float,
     keep: Callable[[list[Visit]], None],
 ) -> list[Visit]:
-    """Every contestant visits a rate before any visits the next, each round begun by another one.
+    """Run every contestant at a rate before any runs at the next; each round starts with another contestant.
 
-    Each visit starts a server of its own, so that only one is alive at a time. Raises ServerFailed with its name.
+    Each run starts a new server, so that only one is alive at a time. Raises ServerFailed with its name.
     """
     visits: list[Visit] = []
     for repeat in range(repeats):
@@ -61,7 +61,7 @@ def compare(
 
 
 def parse_rates(text: str) -> list[str]:
-    """`inf,half,1.5`: `half` needs `inf` before it. Raises QuireError."""
+    """Parse rates such as `inf,half,1.5`; `half` needs `inf` before it. Raises QuireError."""
     rates = [rate.strip() for rate in text.split(",")]
     for place, rate in enumerate(rates):
         if rate == HALF:
@@ -73,7 +73,7 @@ def parse_rates(text: str) -> list[str]:
 
 
 def medians(visits: Sequence[Visit]) -> dict[str, dict[str, float]]:
-    """One flat record per contestant: `boot_seconds`, `inf.output_tokens_per_s`, `half.ttft_ms.p50`, ..."""
+    """Return one flat record per contestant: `boot_seconds`, `inf.output_tokens_per_s`, `half.ttft_ms.p50`, ..."""
     found: dict[str, dict[str, list[float]]] = {}
     for visit in visits:
         record = found.setdefault(visit.contestant, {})

@@ -1,4 +1,5 @@
-"""A server under test: started by a command line, watched until it is ready, weighed, ended with all it started."""
+"""A server under test: starts it by a command line, waits until it is ready, measures its memory, and stops it with all
+its processes."""
 
 from __future__ import annotations
 
@@ -18,18 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 POLL_SECONDS = 0.02
-SETTLE_SECONDS = 3.0  # from ready to weighing
+SETTLE_SECONDS = 3.0  # from ready to measuring its memory
 STOP_SECONDS = 60.0
 _KIB = 1_024
 
 
 class ServerFailed(Exception):
-    """It ended, or was not ready in time. The reason in one line."""
+    """The server ended, or was not ready in time. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A command line with `{port}` in it, the variables it needs, and the path that answers 200 once it can serve."""
+    """A command line with `{port}` in it, its environment variables, and the path that returns 200 when it is ready."""
 
     name: str
     command: str
@@ -39,27 +40,28 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A server that is ready: where it is, its first process, and when (monotonic) that was started."""
+    """A server that is ready: its address, its first process, and when (monotonic) that was started."""
 
     url: str
     pid: int
     started_at: float
-    boot_seconds: float  # from then until it was ready
+    boot_seconds: float  # from the start until it was ready
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that is ready: where it is, how long it took from the start of its process, and what it holds idle."""
+    """A server that is ready: its address, the time from the start of its process, and its idle memory."""
 
     url: str
     boot_seconds: float
-    idle_rss_bytes: int  # summed over the process tree; pages that processes share count for each
-    idle_pss_bytes: int  # the same with shared pages divided among their holders; 0 where the kernel does not tell
+    idle_rss_bytes: int  # summed over the process tree; shared pages count for each process
+    idle_pss_bytes: int  # the same with shared pages divided among processes; 0 if the kernel does not report it
 
 
 @contextmanager
 def running(contestant: Contestant, time_limit: float) -> Iterator[Running]:
-    """Start it on a free port and weigh it. Raises ServerFailed; whatever it started is gone at the end."""
+    """Start the server on a free port and measure its memory. Raises ServerFailed. At the end all its processes are
+    stopped."""
     with started(contestant, time_limit) as server:
         time.sleep(SETTLE_SECONDS)
         pids = tree(server.pid)
@@ -68,7 +70,7 @@ def running(contestant: Contestant, time_limit: float) -> Iterator[Running]:
 
 @contextmanager
 def started(contestant: Contestant, time_limit: float) -> Iterator[Started]:
-    """Start it on a free port. Raises ServerFailed; whatever it started is gone at the end."""
+    """Start the server on a free port. Raises ServerFailed. At the end all its processes are stopped."""
     port = free_port()
     command = shlex.split(contestant.command.replace("{port}", str(port)))
     with tempfile.TemporaryFile() as log:
@@ -95,7 +97,7 @@ def started(contestant: Contestant, time_limit: float) -> Iterator[Started]:
 
 
 def tree(root: int) -> list[int]:
-    """A process and all that descend from it."""
+    """Return a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -119,7 +121,7 @@ def peak_rss_bytes(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process, in user and in kernel mode, without those of its children. 0 if it has ended."""
+    """Return the user and system CPU time of a process, without its children; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -148,7 +150,7 @@ def _answers(url: str) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM and patience, then SIGKILL for the session's whole group and whatever left it."""
+    """Send SIGTERM and wait, then SIGKILL to the session's whole group and to processes that left it."""
     pids = tree(process.pid)
     process.send_signal(signal.SIGTERM)
     try:
@@ -163,7 +165,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(pid: int) -> bool:
-    """Whether there was still something to kill."""
+    """Kill a process. Returns whether it was still running."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -172,12 +174,12 @@ def _kill(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return state not in "ZX"  # a zombie has given everything back but its number
+    return state not in "ZX"  # a zombie holds nothing but its pid
 
 
 def free_port() -> int:
-    """Return a port that a server may listen on a moment later. The system gives ports of this range to nobody who
-    does not ask for one by its number."""
+    """Return a port on which a server may listen a moment later. The system assigns ports of this range only to
+    programs that request them by number."""
     while True:
         port = 20_000 + secrets.randbelow(10_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

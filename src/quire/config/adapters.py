@@ -1,4 +1,4 @@
-"""How many LoRA adapters an engine keeps, where, and which it has from the start."""
+"""Settings of LoRA adapters: how many an engine keeps, where, and which it loads at the start."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ DEFAULT_SLOTS = 8
 DEFAULT_RANK = 16
 MAX_RANK = 256
 MAX_SLOTS = 1_024
-HOST_SHARE = 4  # adapters in host memory for each slot, unless the user says how many
+HOST_SHARE = 4  # default number of adapters in host memory per slot
 _FORM = 'use name=path or {"name": ..., "path": ...}'
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """LoRA adapters. A step has rows of at most `slots` different ones."""
+    """Settings of LoRA adapters. The rows of one step use at most `slots` different adapters."""
 
-    slots: int  # on the device
+    slots: int  # device slots
     max_rank: int
-    host_adapters: int  # kept in host memory; others are read from their folders again when they are needed
-    experts: bool = False  # adapters may change routed experts: slots have room for the matrices of all of them
+    host_adapters: int  # kept in host memory; others are read again from their folders when needed
+    experts: bool = False  # adapters may change routed experts, so slots hold matrices for all experts
 
 
 def host_adapters(config: AdapterConfig | None) -> int:
-    """How many adapters are kept in host memory; 0 where there are none."""
+    """Return how many adapters are kept in host memory; 0 without LoRA."""
     return 0 if config is None else config.host_adapters
 
 
 class AdapterModule(NamedTuple):
-    """An adapter that an engine has from the start."""
+    """An adapter that the engine loads at its start."""
 
     name: str
     folder: str
@@ -44,7 +44,7 @@ class AdapterModule(NamedTuple):
 def resolve_adapters(
     *, enable: bool, slots: int | None, max_rank: int | None, host_adapters: int | None, experts: bool = False
 ) -> AdapterConfig | None:
-    """Return the settings of LoRA; None: it is off. Raises ConfigError."""
+    """Return the LoRA settings, or None if LoRA is off. Raises ConfigError."""
     given = {"max_loras": slots, "max_lora_rank": max_rank, "max_cpu_loras": host_adapters}
     for name, flag in (("enable_lora", enable), ("lora_experts", experts)):
         if not isinstance(flag, bool):
@@ -66,14 +66,14 @@ def resolve_adapters(
             raise ConfigError(name, f"must be a whole number {limit}, got {value!r}", "choose another")
     num_slots = slots or DEFAULT_SLOTS
     if host_adapters is not None and host_adapters < num_slots:
-        reason = f"is {host_adapters}, and max_loras is {num_slots}: what is on the device is in host memory too"
+        reason = f"is {host_adapters}, below max_loras={num_slots}: adapters on the device are kept in host memory too"
         raise ConfigError("max_cpu_loras", reason, f"set it to {num_slots} or more")
     return AdapterConfig(num_slots, max_rank or DEFAULT_RANK, host_adapters or HOST_SHARE * num_slots, experts)
 
 
 def read_modules(given: object, *, enable: bool) -> tuple[AdapterModule, ...]:
-    """Parse `lora_modules`: a mapping of names to folders, or a list of name=path or {"name": ..., "path": ...}, the
-    latter also as JSON text. Raises ConfigError."""
+    """Parse `lora_modules`: a mapping of names to folders, or a list whose entries are name=path or {"name": ...,
+    "path": ...}, the latter also as JSON text. Raises ConfigError."""
     if given is None:
         return ()
     if isinstance(given, Mapping):
@@ -112,8 +112,8 @@ def _read_module(given: object) -> AdapterModule:
 
 
 def read_lora_dir(given: object, *, enable: bool) -> str | None:
-    """Return the real path of the setting `lora_dir`: the folder from which clients may load adapters. Raises
-    ConfigError unless it is a folder."""
+    """Return the real path of `lora_dir`, the folder from which clients may load adapters. Raises ConfigError unless it
+    is a folder."""
     if given is None or given == "":
         return None
     if not isinstance(given, str | os.PathLike):

@@ -1,4 +1,4 @@
-"""The engine settings a user may give, and the checks on them that need neither the machine nor the model."""
+"""The engine settings that a user may give, and the checks that need neither the machine nor the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES: dict[str, Dtype] = {
     "half": "float16",
 }
 ATTENTION_BACKENDS = ("auto", "triton", "native", "flashinfer", "gather", "reference")
-VIRTUAL_BACKEND = "virtual"  # comes with kv_layout="virtual" and is not chosen by name
+VIRTUAL_BACKEND = "virtual"  # selected by kv_layout="virtual", never by name
 CACHE_DTYPES: dict[str, CacheDtype] = {"fp8": "float8", "fp8_e4m3": "float8", "int8": "int8", "int4": "int4"}
 CPU_WEIGHTS: dict[str, CpuWeights] = {
     "integer": "integer",
@@ -48,7 +48,7 @@ _COUNTS = ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs", "max_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArguments:
-    """The engine settings a user may give. None means that the engine chooses, by the machine and the model."""
+    """The engine settings that a user may give. None: the engine chooses by the machine and the model."""
 
     task: str = "auto"
     dtype: str = "auto"
@@ -96,7 +96,7 @@ class EngineArguments:
     max_lora_rank: int | None = None
     max_cpu_loras: int | None = None
     lora_experts: bool = False
-    lora_dir: str | None = None  # from which clients of a server may load adapters
+    lora_dir: str | None = None  # folder from which clients of a server may load adapters
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
@@ -165,7 +165,8 @@ class EngineSettings(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ParsedArguments:
-    """Arguments in the types of the configuration. The sizes of tiers are bytes until `resolve_tiers` converts them."""
+    """Arguments converted to configuration types. The sizes of tiers are in bytes until `resolve_tiers` converts them
+    to blocks."""
 
     policy: PolicyName
     policy_settings: PolicySettings
@@ -181,7 +182,7 @@ class ParsedArguments:
 
 
 def read_arguments(args: EngineArguments) -> ParsedArguments:
-    """Parse the arguments. Raises ConfigError for values that are wrong on every machine with every model."""
+    """Parse the arguments. Raises ConfigError for values that are wrong on every machine and with every model."""
     _check_numbers(args)
     _check_names(args)
     policy = read_policy(args.policy, args.scheduling_policy)
@@ -228,7 +229,7 @@ def read_arguments(args: EngineArguments) -> ParsedArguments:
 
 
 def check_uncached(args: EngineArguments, policy: PolicyName, why: str) -> None:
-    """Raise ConfigError for arguments that need a prefix cache. `why` is the reason why there is none."""
+    """Raise ConfigError for arguments that need a prefix cache. `why`: the reason why there is none."""
     if policy == "lpm":
         raise ConfigError("policy", f"'lpm' orders requests by their cached prefixes, and {why}", "use another policy")
     given = {
@@ -243,7 +244,7 @@ def check_uncached(args: EngineArguments, policy: PolicyName, why: str) -> None:
 
 
 def check_backend(name: str) -> None:
-    """Raise ConfigError if there is no attention backend of that name."""
+    """Raise ConfigError if there is no attention backend of this name."""
     if name not in (*ATTENTION_BACKENDS, VIRTUAL_BACKEND):
         known = ", ".join(ATTENTION_BACKENDS)
         raise ConfigError("attention_backend", f"{name!r} is unknown", f"choose one of {known}")
@@ -300,10 +301,13 @@ def _check_names(args: EngineArguments) -> None:
 
 
 def _read_layout(name: object, backend: str) -> Literal["paged", "virtual"]:
-    """Parse the layout of the KV cache. Raises ConfigError also if the attention backend does not read that layout."""
+    """Parse the layout of the KV cache. Raises ConfigError if the name is unknown or the attention backend cannot read
+    that layout."""
     if name == "paged":
         if backend == VIRTUAL_BACKEND:
-            raise ConfigError("attention_backend", '"virtual" reads no paged cache', 'set kv_layout="virtual" instead')
+            raise ConfigError(
+                "attention_backend", '"virtual" cannot read a paged cache', 'set kv_layout="virtual" instead'
+            )
         return "paged"
     if name == "virtual":
         if backend not in ("auto", VIRTUAL_BACKEND):

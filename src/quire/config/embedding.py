@@ -1,4 +1,4 @@
-"""How a model's hidden states become one vector for each text, and how an encoder runs."""
+"""Settings of pooling models: how hidden states become one vector per text, and how an encoder runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quire.types.pooling import PoolingKind
 
 BATCHED_TOKENS = {"cpu": 4_096, "cuda": 32_768}
 DEFAULT_NUM_TEXTS = 1_024
-TURNS = 8  # requests that share a batch when all of them have many texts
-_SETTINGS = {  # those that say something to an encoder; enforce_eager holds anyway
+TURNS = 8  # requests that share a batch if each has many texts
+_SETTINGS = {  # settings that apply to an encoder; enforce_eager is always true
     "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads", "seed",
     "gpu_memory_utilization", "enforce_eager", "task",
 }  # fmt: skip
@@ -26,10 +26,10 @@ _SETTINGS = {  # those that say something to an encoder; enforce_eager holds any
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """One vector from those of a text's tokens: their mean, that of the first token (cls) or of the last."""
+    """How one vector is made of those of a text's tokens: their mean, the first token's (cls) or the last token's."""
 
     kind: PoolingKind = "mean"
-    normalize: bool = True  # to length 1
+    normalize: bool = True  # scale the vector to length 1
 
 
 Activation = Literal["sigmoid", "softmax", "none"]
@@ -39,7 +39,7 @@ TASKS: tuple[Task, ...] = ("auto", "generate", "embed", "classify", "score", "po
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """The labels of a classifier, and what its logits become."""
+    """The labels of a classifier, and the activation applied to its logits."""
 
     labels: tuple[str, ...]
     activation: Activation
@@ -47,29 +47,29 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSettings:
-    """What a model's files say of its embeddings, or of its labels."""
+    """What a model's files say about its embeddings or labels."""
 
     pooling: Pooling = Pooling()
-    max_length: int | None = None  # in tokens; None: as many as it has positions
-    lowercase: bool = False  # of texts, before they are tokenized
-    classes: Classes | None = None  # None: it makes embeddings
-    dimensions: tuple[int, ...] | None = None  # lengths to which embeddings may be cut; (): any; None: none
-    answers: tuple[int | str, int | str] | None = None  # the tokens for no and yes by which a decoder scores pairs
+    max_length: int | None = None  # in tokens; None: the number of positions
+    lowercase: bool = False  # lowercase texts before they are tokenized
+    classes: Classes | None = None  # None: the model makes embeddings
+    dimensions: tuple[int, ...] | None = None  # allowed cut lengths of embeddings; (): any; None: no cut
+    answers: tuple[int | str, int | str] | None = None  # tokens of "no" and "yes" for a decoder's scores
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingModel:
-    """What those who ask need to know of a model that makes embeddings or classifies."""
+    """What the serving layer needs to know of a model that makes embeddings or classifies."""
 
     task: Literal["embed", "classify"]
-    size: int  # numbers of an embedding, or labels
+    size: int  # elements of an embedding, or number of labels
     max_model_len: int
     vocab_size: int
     settings: EmbeddingSettings
-    padding_id: int | None = None  # a token that has no position
-    has_pairs: bool = True  # the second text of a pair has a type of its own
-    turn_tokens: int = 1  # that one request may have computed before the others have their turn
-    by_decoder: bool = False  # each text is a prompt of an engine, which reports numbers that are not finished
+    padding_id: int | None = None  # id of the padding token, which gets no position
+    has_pairs: bool = True  # tokens of a pair's second text have another token type
+    turn_tokens: int = 1  # tokens computed for one request before other requests get a batch
+    by_decoder: bool = False  # texts run as prompts of an EngineCore, and the caller finishes the vectors
 
 
 def describe_pooling(model: ModelConfig, settings: EmbeddingSettings, config: EncoderConfig) -> PoolingModel:
@@ -88,7 +88,7 @@ def describe_pooling(model: ModelConfig, settings: EmbeddingSettings, config: En
 
 
 def describe_decoder_pooling(model: ModelConfig, settings: EmbeddingSettings, max_model_len: int) -> PoolingModel:
-    """What a decoder makes of texts. A text leaves room for one token, which is never sampled."""
+    """Return the PoolingModel of a decoder. Each text leaves room for one token, which is never sampled."""
     classes = settings.classes
     return PoolingModel(
         task="embed" if classes is None else "classify",
@@ -103,24 +103,24 @@ def describe_decoder_pooling(model: ModelConfig, settings: EmbeddingSettings, ma
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Where an encoder runs, and how much it computes at once."""
+    """The device of an encoder, and how much it computes at once."""
 
     device: DeviceConfig
-    max_model_len: int  # tokens of a text
-    max_num_seqs: int  # texts of a batch
-    max_num_batched_tokens: int  # of a batch, were all its texts as long as the longest
+    max_model_len: int  # tokens per text
+    max_num_seqs: int  # texts per batch
+    max_num_batched_tokens: int  # tokens per batch, with all texts padded to the longest
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderMemory:
-    """Bytes that an encoder takes, by purpose. `str()` gives the table that `quire doctor` prints."""
+    """Bytes that an encoder needs, by purpose. `str()` gives the table that `quire doctor` prints."""
 
     device: str
     capacity: int  # bytes that this process may use on the device
     process: int
     weights: int
-    token_bytes: int  # of a layer's activations at their peak, for one token
+    token_bytes: int  # peak activations of a layer, per token
     config: EncoderConfig
 
     @property
@@ -162,7 +162,7 @@ def resolve_encoder_config(
 ) -> EncoderConfig:
     """Make the configuration of an encoder and check it against the machine. Raises ConfigError or DoesNotFit.
 
-    By default weights keep the precision of the checkpoint: embeddings are compared with those that others made.
+    By default weights keep the dtype of the checkpoint, because embeddings are compared with those made elsewhere.
     """
     read_arguments(args)
     _refuse_others(args)
@@ -202,7 +202,7 @@ def _text_length(args: EngineArguments, model: ModelConfig, settings: EmbeddingS
 def plan_encoder_memory(
     args: EngineArguments, facts: HardwareFacts, model: ModelConfig, config: EncoderConfig
 ) -> EncoderMemory:
-    """Compute what an encoder takes. Allocates nothing; `EncoderMemory.check` raises if it does not fit."""
+    """Compute the memory that an encoder needs. Allocates nothing; `EncoderMemory.check` raises if it does not fit."""
     device, kind = config.device.device, config.device.device.partition(":")[0]
     has_units = facts.computes(config.device.dtype, device)
     value_bytes = DTYPE_BYTES[config.device.dtype if has_units else "float32"]

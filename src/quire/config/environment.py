@@ -24,8 +24,8 @@ class Environment:
     api_key: str | None = field(default=None, repr=False)  # QUIRE_API_KEY: a server requires it, a client sends it
     admin_key: str | None = field(default=None, repr=False)  # QUIRE_ADMIN_KEY: opens a server's /admin
     cpu_path: str | None = None  # QUIRE_CPU_PATH: the path of the CPU kernels to use instead of the best one
-    cpu_pin: bool = False  # QUIRE_CPU_PIN: each thread of the CPU kernels runs on a core of its own
-    row_program: bool = True  # QUIRE_ROW_PROGRAM: a GPU runs steps of one row as one kernel, where it can
+    cpu_pin: bool = False  # QUIRE_CPU_PIN: pin each thread of the CPU kernels to one core
+    row_program: bool = True  # QUIRE_ROW_PROGRAM: run steps of one row as one GPU kernel, where supported
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -43,7 +43,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """Return the environment of this process with `changes`, for a child process."""
+    """Return the environment of this process with `changes` applied, for a child process."""
     return {**os.environ, **changes}
 
 
@@ -53,15 +53,15 @@ def set_variables(**variables: str) -> None:
 
 
 class TorchrunPlace(NamedTuple):
-    """What torchrun tells a process of itself."""
+    """The rank of a process that torchrun started."""
 
     rank: int
-    local_rank: int  # on its machine
+    local_rank: int  # rank on its machine
     num_ranks: int
 
 
 def read_torchrun() -> TorchrunPlace | None:
-    """Read what torchrun has set; None in a process that it did not start."""
+    """Read the rank from the variables that torchrun sets; None in a process that torchrun did not start."""
     values = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
     return TorchrunPlace(*map(int, values)) if all(value.isdigit() for value in values) else None
 

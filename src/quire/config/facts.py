@@ -33,7 +33,7 @@ class HardwareFacts:
     cpu_name: str
     cores: int
     isa: frozenset[str]  # instruction set extensions by their /proc/cpuinfo names
-    supports_bf16: bool  # the CPU multiplies bfloat16 in hardware, without emulation
+    supports_bf16: bool  # the CPU multiplies bfloat16 in hardware, not by emulation
     supports_fp16: bool  # torch multiplies float16 in the CPU's hardware; native kernels multiply it as float32
     total_memory: int
     available_memory: int
@@ -42,15 +42,15 @@ class HardwareFacts:
     native_refusal: str | None = None  # why the native CPU kernels cannot be used; None: they can
     triton: bool = False  # Triton is installed and can compile kernels for the CUDA devices
     page_size: int = 4096  # bytes of a page of the CPU's virtual memory
-    level_panels: bool = False  # the native kernels multiply float32 rows by quantized weights as stored in the file
+    level_panels: bool = False  # on this CPU, panels of quantized weights are no slower than float panels
     cpu_path: str | None = None  # the instruction set that the native CPU kernels in use are compiled for
-    unbuilt_path: str | None = None  # a better one that this CPU could run, if its kernels had been built
+    unbuilt_path: str | None = None  # a better instruction set that this CPU has, for which no kernels were built
     tile_units: bool = False  # the CPU has AMX for bfloat16, and the native kernels use it
-    bf16_dots: bool = False  # the native kernels in use multiply bfloat16 by dot products of the CPU
+    bf16_dots: bool = False  # the native kernels use the CPU's bfloat16 dot-product instructions
 
     @property
     def device(self) -> str:
-        """The kind of device that a model runs on by default."""
+        """The kind of device on which a model runs by default."""
         return "cuda" if self.cuda else "cpu"
 
     def computes(self, dtype: Dtype, device: str) -> bool:
@@ -62,26 +62,29 @@ class HardwareFacts:
         return self.supports_bf16 if dtype == "bfloat16" else self.supports_fp16
 
     def weight_bytes(self, dtype: Dtype, device: str) -> int:
-        """Return the bytes of one weight in memory. A CPU that cannot multiply a half type holds float32 instead."""
+        """Return the bytes of one weight in memory. A CPU that cannot multiply a 16-bit type holds float32 instead."""
         as_asked = device != "cpu" or self.computes(dtype, device) or self.has_halves(dtype)
         return DTYPE_BYTES[dtype if as_asked else "float32"]
 
     def cpu_dtype(self, *, integer: bool) -> Dtype:
-        """Return the type that the CPU computes in by default. `integer`: weights are quantized, and may be multiplied
-        in whole numbers as they are stored. Then rows of bfloat16 save nothing but what tile units do with them."""
+        """Return the dtype in which the CPU computes by default.
+
+        `integer`: weights are quantized and may be multiplied as integers. Activations then become integers anyway, so
+        bfloat16 is only chosen for tile units (AMX).
+        """
         by_integers = integer and self.cpu_path is not None and not self.tile_units
         return "bfloat16" if self.supports_bf16 and not by_integers else "float32"
 
     def cpu_weights(self, dtype: Dtype) -> CpuWeights:
-        """Return how the CPU multiplies rows of `dtype` by quantized weights by default: in whole numbers, but for
-        bfloat16 on tile units, where prompts and many streams are faster without."""
+        """Return how the CPU multiplies activations of `dtype` by quantized weights by default: with integer
+        arithmetic, except for bfloat16 on tile units (AMX), where prompts and many streams are faster in float."""
         return "float" if self.tile_units and dtype == "bfloat16" else "integer"
 
     def has_halves(self, dtype: Dtype) -> bool:
-        """Whether the native CPU kernels multiply rows of `dtype` by bfloat16 weights."""
+        """Whether the native CPU kernels can multiply activations of `dtype` by bfloat16 weights."""
         return self.cpu_path is not None and dtype in ("float32", "bfloat16")
 
 
 def cuda_index(device: str) -> int:
-    """Return the index of a device: 1 for "cuda:1", 0 for "cuda"."""
+    """Return the index of a CUDA device: 1 for "cuda:1", 0 for "cuda"."""
     return int(device.partition(":")[2] or 0)

@@ -1,4 +1,4 @@
-"""Typed reading of a model's settings, whatever file they came from."""
+"""Typed reading of a model's settings, from any file format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from quire.types.errors import ModelLoadError
 
 
 class Fields:
-    """Settings by key. A missing or null key gives the default, or is refused when there is none."""
+    """A model's settings by key. A missing or null key gives the default; without a default, it raises
+    ModelLoadError."""
 
     def __init__(self, file: str, values: Mapping[str, object], prefix: str = "") -> None:
         self.file, self.values, self._prefix = file, values, prefix
@@ -18,12 +19,12 @@ class Fields:
         return self.values.get(self._prefix + key)
 
     def changed(self, changes: Mapping[str, object]) -> Fields:
-        """The same with other values of some keys."""
+        """Return a copy in which some keys have other values."""
         values = {**self.values, **{self._prefix + key: value for key, value in changes.items()}}
         return Fields(self.file, values, prefix=self._prefix)
 
     def integers(self, key: str, count: int) -> list[int]:
-        """A number for each of `count` layers, which may be given as one for all."""
+        """Return one integer per layer, for `count` layers. The file may give a list, or one integer for all layers."""
         value = self.raw(key)
         if not isinstance(value, list):
             return [self.integer(key)] * count
@@ -78,7 +79,7 @@ class Fields:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number no float can hold
+    except OverflowError:  # an integer too large for a float
         return False
 
 

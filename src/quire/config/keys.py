@@ -1,4 +1,5 @@
-"""Keys of the server: where they come from, and their digests. Keys themselves are never logged or sent on."""
+"""The server's API keys: where they are read from, and their digests. The keys themselves are never logged or sent
+on."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ MAX_FILE_BYTES = 2**20
 
 
 class KeyDigests(NamedTuple):
-    """The digests of the API keys, those of routers among them, and of the admin keys."""
+    """The digests of all API keys (`key_digests`, which include those of routers), of admin keys and of router keys."""
 
     key_digests: tuple[str, ...]
     admin_digests: tuple[str, ...]
@@ -25,7 +26,8 @@ class KeyDigests(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySources:
-    """The keys of flags and environment, and the files of keys. `digests` reads the files anew at every call."""
+    """Keys from flags and environment variables, and paths of key files. `digests` reads the files again at every
+    call."""
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
@@ -33,10 +35,10 @@ class KeySources:
     admin_key_file: str | None = None
     router_keys: tuple[str, ...] = field(default=(), repr=False)
     router_key_file: str | None = None
-    made_admin_key: str | None = field(default=None, repr=False)  # one of admin_keys that nobody was told yet
+    made_admin_key: str | None = field(default=None, repr=False)  # one of admin_keys: generated at the start
 
     def digests(self) -> KeyDigests:
-        """Return the digests of all keys. Raises ConfigError for a file or key at fault."""
+        """Return the digests of all keys. Raises ConfigError naming the file or key at fault."""
         clients = _from("api_key", self.api_keys, "api_key_file", self.api_key_file)
         routers = _from("router_key", self.router_keys, "router_key_file", self.router_key_file)
         admin = _from("admin_key", self.admin_keys, "admin_key_file", self.admin_key_file)
@@ -54,7 +56,7 @@ def _from(setting: str, keys: tuple[str, ...], file_setting: str, file: str | No
 
 
 def read_key_file(setting: str, path: str) -> list[str]:
-    """Return the keys in a file, one per line, without empty lines and those that begin with #."""
+    """Return the keys in a file, one per line. Empty lines and lines that begin with # are skipped."""
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1).decode("utf-8")
@@ -69,7 +71,7 @@ def read_key_file(setting: str, path: str) -> list[str]:
 
 
 def digests(setting: str, keys: Iterable[str]) -> tuple[str, ...]:
-    """Return the SHA-256 of each key, in hex. Raises ConfigError for text that cannot be a key, without showing it."""
+    """Return the SHA-256 of each key, in hex. Raises ConfigError for an invalid key; the error never contains it."""
     found = []
     for key in keys:
         if not key.strip():

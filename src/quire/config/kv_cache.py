@@ -1,9 +1,9 @@
-"""What the layers of a model keep for later tokens, and how that is divided into blocks of equal size.
+"""What the layers of a model keep for later tokens (keys and values, latents or states), and its division into blocks.
 
-Layers with equal specs form a group. All groups take blocks of one pool: a block holds `block_size` tokens of the
-layers of the first group, each in a plane. The layers with a window keep the same tokens in window blocks of their own,
-which are free again when their tokens have left the window. Where all layers have a window, there are only these. All
-planes are of one size: where layers keep unequally much of a token, several of those that keep less share a plane.
+Layers with equal specs form a group, and all groups take blocks from one pool. A block holds `block_size` tokens; each
+layer of the first group has a plane in it. Layers with a window keep the same tokens in separate window blocks, which
+are freed when their tokens have left the window. If all layers have a window, there are only window blocks. All planes
+have the same size: where some layers keep less per token than others, several of them share a plane.
 """
 
 from __future__ import annotations
@@ -13,37 +13,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-STATE_ALIGNMENT = 64  # bytes; of the state of each layer
-SCALED_DTYPES = ("float8", "int8", "int4")  # of caches whose keys and values have scales
-SCALE_BYTES = 4  # float8, int8: the scale of a head in float32; int4: scale and offset of a group in float16
-ANY_NUMBER = 1 << 32  # blocks: more than any sequence has
-INT4_GROUP = 32  # numbers of a head that share a scale and an offset in an int4 cache; fewer where heads need it
+STATE_ALIGNMENT = 64  # bytes to which the state of each layer is aligned
+SCALED_DTYPES = ("float8", "int8", "int4")  # cache dtypes that store scales beside keys and values
+SCALE_BYTES = 4  # float8, int8: one float32 scale per head; int4: float16 scale and offset per group
+ANY_NUMBER = 1 << 32  # of blocks: more than any sequence has
+INT4_GROUP = 32  # elements per scale and offset of an int4 head; fewer if it does not divide the head size
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What one layer keeps. full: keys and values of all tokens; window: of the last `window` tokens; latent: one
-    vector for each token, of which keys and values are made; state: a state of fixed size, whatever came before."""
+    """What one layer keeps. "full": keys and values of all tokens; "window": keys and values of the last `window`
+    tokens; "latent": one vector per token, from which keys and values are computed; "state": a state of fixed size."""
 
     kind: Literal["full", "window", "latent", "state"]
-    numbers: int = 0  # that it keeps of one token; see `stored_specs`
+    numbers: int = 0  # cache entries per token; see `stored_specs`
     window: int | None = None
     state_bytes: int = 0
-    unit: int = 1  # of these numbers, those of one head: a plane is a whole number of units
+    unit: int = 1  # the part of `numbers` that belongs to one head; a plane is a whole number of units
 
 
 def head_bytes(dim: int, kv_dtype: str, dims: Sequence[int]) -> tuple[int, int]:
-    """Bytes of the numbers and of the scales of one head of one token in a cache with scales. `dims`: of all heads of
-    the model. A float8 or int8 head has one scale; heads larger than others take room for more, so that all take
-    equally many bytes for a number and share planes without gaps."""
+    """Return the bytes of the elements and of the scales that one head of one token takes in a quantized cache.
+
+    `dims`: the head sizes of all heads of the model. A float8 or int8 head has one scale. If head sizes differ, larger
+    heads reserve proportionally more bytes for scales, so that all heads take equally many bytes per element and share
+    planes without gaps.
+    """
     if kv_dtype == "int4":
         return dim // 2, SCALE_BYTES * (dim // math.gcd(dim, INT4_GROUP))
     return dim, SCALE_BYTES * (dim // math.gcd(*dims))
 
 
 def stored_specs(specs: Sequence[KVCacheSpec], kv_dtype: str) -> tuple[KVCacheSpec, ...]:
-    """The same specs, counted in entries of the cache: numbers, or bytes where `kv_dtype` keeps scales beside them.
-    Latents have no scales."""
+    """Convert specs to entries of the cache: elements, or bytes if `kv_dtype` stores scales. Latents have no scales."""
     if kv_dtype not in SCALED_DTYPES:
         return tuple(specs)
     dims = [spec.unit // 2 for spec in specs if spec.kind in ("full", "window")]
@@ -56,44 +58,47 @@ def _stored(spec: KVCacheSpec, kv_dtype: str, dims: Sequence[int]) -> KVCacheSpe
 
 
 class Place(NamedTuple):
-    """Where a layer's keys and values are: in which plane of a block, in which part of it, and of whose blocks."""
+    """Where a layer's keys and values are: in which plane, through which table, and in which part of the plane."""
 
     plane: int
-    table: int  # one of the layout's; see `KVLayout.sources`
-    part: int = 0  # of as many as the layer's keys and values go into a plane
+    table: int  # index of the table of the layout; see `KVLayout.sources`
+    part: int = 0  # index of the part, if several layers share the plane
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The places of all layers that keep something of every token, in their order, and the layers that keep a state."""
+    """The places of all layers that keep something per token, in their order, and the size of the states of the
+    others."""
 
     places: tuple[Place, ...]
     num_planes: int
-    numbers: int  # of a token in a plane
-    sources: tuple[int, ...] = (0,)  # of each table: 0: the blocks of rows; c: the c-th window blocks of each of these
-    window: int | None = None  # the longest of the window group; None: there is no such group
-    num_states: int = 0  # layers that keep a state instead
-    state_bytes: int = 0  # of one of these layers
+    numbers: int  # cache entries per token in a plane
+    sources: tuple[int, ...] = (0,)  # of each table: 0: the rows' blocks; c: the c-th window block of each block
+    window: int | None = None  # the longest window of the window group; None: no window group
+    num_states: int = 0  # layers that keep a state
+    state_bytes: int = 0  # of one such layer
 
     @property
     def num_window_blocks(self) -> int:
-        """That belong to each block; none, if all layers have a window and the blocks are theirs."""
+        """Window blocks per block. 0 if no layer has a window, or if all have one: then the blocks themselves are
+        window blocks."""
         return max(self.sources)
 
     def blocks_per_state(self, side_bytes: int) -> int:
-        """How many blocks the states of all layers take, if the keys of one block and plane take `side_bytes`."""
+        """Return how many blocks the states of all layers take, if the keys of one block take `side_bytes` in one
+        plane."""
         per_side = -(-self.num_states // (2 * self.num_planes))
         return -(-per_side * self.state_bytes // side_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroups:
-    """What the engine must know of groups. By default there is one group, which keeps all tokens."""
+    """What the engine needs to know about groups of layers. By default there is one group, which keeps all tokens."""
 
-    window: int | None = None  # tokens that layers of the window group see; None: there is no such group
-    num_window_blocks: int = 0  # blocks that this group takes beside each block of the layers that keep all tokens
-    num_states: int = 0  # states of whole sequences that memory has room for; 0: no layer keeps a state
-    blocks_per_state: int = 0  # a state takes so many blocks, which follow all others
+    window: int | None = None  # tokens that layers of the window group see; None: no window group
+    num_window_blocks: int = 0  # window blocks that each block has
+    num_states: int = 0  # state slots (each for all layers of a sequence); 0: no layer keeps a state
+    blocks_per_state: int = 0  # blocks of memory per state slot; they follow all other blocks
 
     @property
     def is_plain(self) -> bool:
@@ -101,19 +106,20 @@ class KVGroups:
 
     @property
     def all_windows(self) -> bool:
-        """Whether all layers have a window: a block of tokens has memory only while some sequence sees it."""
+        """Whether all layers have a window: a block has memory only while some sequence sees its tokens."""
         return self.window is not None and not self.num_window_blocks
 
     def blocks_needed(self, num_blocks: int, block_size: int, max_chunk: int) -> int:
-        """How many blocks a sequence of `num_blocks` blocks of tokens takes at most, window blocks included. Steps
-        compute up to `max_chunk` of its tokens."""
+        """Return the most blocks that a sequence with `num_blocks` blocks of tokens takes, window blocks included, if
+        steps compute up to `max_chunk` of its tokens."""
         if self.all_windows:
             return min(num_blocks, self._most_seen(block_size, max_chunk))
         return num_blocks + self.num_window_blocks * min(num_blocks, self._most_seen(block_size, max_chunk))
 
     def blocks_held(self, num_blocks: int, block_size: int, max_chunk: int) -> int:
-        """The reverse of `blocks_needed`: how many blocks of tokens a sequence may have that takes `num_blocks`. Where
-        all layers have a window, any number goes into as many as one chunk sees."""
+        """Return how many blocks of tokens a sequence may have if it takes `num_blocks` blocks: the inverse of
+        `blocks_needed`. If all layers have a window, a sequence of any length fits into the blocks that one chunk
+        sees."""
         most_seen = self._most_seen(block_size, max_chunk)
         if self.all_windows:
             return num_blocks if num_blocks < most_seen else ANY_NUMBER
@@ -122,7 +128,7 @@ class KVGroups:
         )
 
     def _most_seen(self, block_size: int, max_chunk: int) -> int:
-        """Blocks of tokens that some token of a chunk sees through the window."""
+        """Return how many blocks of tokens the tokens of a chunk see through the window."""
         return 0 if self.window is None else -(-(self.window + max_chunk) // block_size) + 1
 
 
@@ -130,12 +136,13 @@ PLAIN = KVGroups()
 
 
 def one_group(num_layers: int, numbers: int) -> KVLayout:
-    """The layout of layers that all keep so many numbers of all tokens."""
+    """Return the layout of `num_layers` layers that each keep `numbers` entries of every token."""
     return KVLayout(tuple(Place(plane, 0) for plane in range(num_layers)), num_layers, numbers)
 
 
 def lay_out(specs: Sequence[KVCacheSpec], *, split: bool) -> KVLayout:
-    """Divide layers into groups. Without `split`, layers with a window keep all tokens, as the others do."""
+    """Divide layers into groups and return their layout. Without `split`, layers with a window keep all tokens, like
+    the others."""
     states = [spec for spec in specs if spec.kind == "state"]
     kept = [spec for spec in specs if spec.kind != "state"]
     assert kept, "a model without attention"
@@ -152,8 +159,8 @@ def is_windowed(specs: Sequence[KVCacheSpec]) -> bool:
 
 
 def can_split(specs: Sequence[KVCacheSpec]) -> bool:
-    """Whether a group of layers with windows saves memory: some layers keep all tokens, and the blocks of the window
-    group are at least half full."""
+    """Whether a separate group for layers with a window saves memory: some layers keep all tokens, and the window
+    blocks would be at least half full."""
     windows = [spec for spec in specs if spec.kind == "window"]
     full = [spec for spec in specs if spec.kind not in ("window", "state")]
     if not full or not windows:
@@ -164,14 +171,15 @@ def can_split(specs: Sequence[KVCacheSpec]) -> bool:
 
 
 def _plane_numbers(kept: Sequence[KVCacheSpec]) -> int:
-    """The numbers of a token in a plane: as many as the layer has that keeps most, in whole heads of all layers."""
+    """Return the entries per token in a plane: those of the layer that keeps most, rounded up to whole heads of all
+    layers."""
     unit = math.lcm(*(spec.unit for spec in kept))
     return -(-max(spec.numbers for spec in kept) // unit) * unit
 
 
 def _one_group(kept: Sequence[KVCacheSpec]) -> KVLayout:
-    """All layers keep all tokens. Those with a window read a table of their own if their heads are others: the blocks
-    are the same, the plan of attention is not."""
+    """Return the layout in which all layers keep all tokens. Layers with a window get a separate table if their
+    heads differ: the blocks are the same, but attention is planned per table."""
     numbers = _plane_numbers(kept)
     full = next((spec for spec in kept if spec.kind != "window"), kept[0])
     places: list[Place] = []
@@ -190,7 +198,8 @@ def _one_group(kept: Sequence[KVCacheSpec]) -> KVLayout:
 
 
 def _split(kept: Sequence[KVCacheSpec]) -> KVLayout:
-    """Layers with a window keep their tokens in window blocks, which have the same planes as the blocks of others."""
+    """Return the layout in which layers with a window keep their tokens in window blocks. These have the same planes as
+    other blocks."""
     numbers = _plane_numbers(kept)
     of_full, of_window = (
         numbers // next(spec.numbers for spec in kept if (spec.kind == "window") is has_window)

@@ -18,17 +18,17 @@ from quire.config.weight_memory import weight_memory
 from quire.types.errors import DoesNotFit
 
 PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # Python, torch and its libraries; on a GPU the CUDA context
-GATHERED_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}  # keys that gathering attention copies at once, or one sequence
+GATHERED_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}  # keys that gather attention copies at once, at least one sequence
 IN_PLACE_BYTES = {  # work lists and partial results of attention backends that read the cache in place
     "native": 16 * MIB,
     "triton": 64 * MIB,  # and partial results of gemms
     "flashinfer": 160 * MIB,
     "virtual": 64 * MIB,  # attention masks
 }
-TABLE_BYTES = 4  # a token or a block in the tables of rows
+TABLE_BYTES = 4  # bytes of one entry (token or block) in the tables of rows
 GRAPH_BYTES = 16 * MIB  # one captured decode graph: its nodes and kernels
 TOKEN_GRAPH_BYTES = 8 * MIB  # the captured graphs of one token bucket: prompts, decodes, or both
-NUM_GRAPHS = 32  # captured decode graphs: row buckets, some with and without top_k and top_p
+NUM_GRAPHS = 32  # captured decode graphs: one or two (with and without top_k / top_p) per row bucket
 SHORT_GRAPHS = 16  # captured steps that verify drafts: 8 token buckets, with and without top_k and top_p
 SAVE_STAGING_BYTES = 512 * MIB  # GPU buffer for blocks being copied to host memory: what PCIe carries in a long step
 LOAD_STAGING_BYTES = 256 * MIB  # GPU buffer for blocks being copied from host memory
@@ -37,7 +37,7 @@ ADAPTER_FIX = "lower max_loras, max_cpu_loras or max_lora_rank"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose, and the size of the KV cache in blocks. `str()` gives the table that is printed at start."""
+    """Memory in bytes by purpose, and the size of the KV cache in blocks. `str()` gives the table printed at start."""
 
     device: str
     capacity: int  # bytes that this process may use on the device
@@ -45,7 +45,7 @@ class MemoryPlan:
     weights: int
     activations: int
     sampling: int  # logits and the sampler's buffers
-    masks: int  # which tokens grammars allow: a bit per row and token
+    masks: int  # bitmasks of allowed tokens: one bit per row and token
     rows: int  # persistent state of the sequences on the device
     graphs: int  # captured decode steps
     block_bytes: int
@@ -53,21 +53,21 @@ class MemoryPlan:
     block_size: int
     max_model_len: int
     draft: int = 0  # weights, rows and sampling of a draft model; its keys and values are part of the blocks
-    host_cache: int = 0  # the host tier; on a CPU it takes from the same memory as all else
+    host_cache: int = 0  # the host tier; on a CPU it is part of the same memory
     host_masks: int = 0  # beside a GPU: masks in host memory, most of it pinned
     host_available: int = 0  # bytes of host memory that the host tier and the masks of a GPU may use
     staging: int = 0  # GPU buffers for blocks being copied to and from host memory
-    groups: KVGroups = PLAIN  # of layers; window blocks are some of `num_blocks`
-    max_chunk: int = 0  # tokens of a sequence that a step computes
-    images: int = 0  # encoding the largest image, and vectors of images that are kept
+    groups: KVGroups = PLAIN  # groups of layers; window blocks count among `num_blocks`
+    max_chunk: int = 0  # most tokens of one sequence in a step
+    images: int = 0  # encoding the largest image, and the cached vectors of images
     adapters: int = 0  # slots for LoRA adapters
-    host_adapters: int = 0  # LoRA adapters in host memory; on a CPU they take from the same memory as all else
+    host_adapters: int = 0  # LoRA adapters in host memory; on a CPU part of the same memory
     rotary: int = 0  # tables of rotary positions
-    held_sampling: int = 0  # the part of `sampling` that is held from the start
+    held_sampling: int = 0  # the part of `sampling` allocated at the start
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state of one sequence, in all recurrent layers."""
+        """Bytes of the state of one sequence, over all recurrent layers."""
         return self.groups.blocks_per_state * self.block_bytes
 
     @property
@@ -84,39 +84,39 @@ class MemoryPlan:
 
     @property
     def fixed(self) -> int:
-        """Bytes of everything but the KV cache."""
+        """Bytes of everything except the KV cache."""
         needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs + self.rotary
         host = self.host_cache if self.device == "cpu" else 0
         return needed + self.images + self.all_adapters + self.masks + self.draft + self.staging + self.states + host
 
     @property
     def held(self) -> int:
-        """Bytes of a GPU that are held when the engine has started and no step runs, with all graphs captured."""
+        """Bytes of GPU memory in use after the start, while no step runs and all graphs are captured."""
         steps = self.activations + self.images + self.sampling - self.held_sampling + self.masks // 2
         return self.total - steps
 
     @property
     def all_adapters(self) -> int:
-        """Bytes of LoRA adapters in the memory of the device."""
+        """Bytes of LoRA adapters in device memory."""
         return self.adapters + (self.host_adapters if self.device == "cpu" else 0)
 
     @property
     def blocks_per_sequence(self) -> int:
-        """Of max_model_len tokens, the window blocks among them included."""
+        """Blocks of a sequence of max_model_len tokens, window blocks included."""
         return self.groups.blocks_needed(-(-self.max_model_len // self.block_size), self.block_size, self.max_chunk)
 
     @property
     def window_blocks_per_sequence(self) -> int:
-        """Those of `blocks_per_sequence` that are beside others."""
+        """The part of `blocks_per_sequence` that are window blocks of other blocks."""
         return max(self.blocks_per_sequence - -(-self.max_model_len // self.block_size), 0)
 
     def longest_in(self, num_blocks: int) -> int:
-        """The number of tokens of the longest sequence that fits into so many blocks."""
+        """Return the length in tokens of the longest sequence that fits into `num_blocks` blocks."""
         return self.groups.blocks_held(num_blocks, self.block_size, self.max_chunk) * self.block_size
 
     @property
     def num_sequences(self) -> float:
-        """The number of sequences of max_model_len tokens that fit into the KV cache."""
+        """How many sequences of max_model_len tokens fit into the KV cache."""
         return self.num_blocks / self.blocks_per_sequence
 
     def check(self) -> None:
@@ -151,8 +151,8 @@ class MemoryPlan:
         raise DoesNotFit(*self._largest_saving(short))
 
     def host_fix(self, kv_cache: int) -> str | None:
-        """The change of host_cache_memory that makes room for a KV cache of `kv_cache` bytes on a CPU; None if there is
-        no such change."""
+        """Return the change of host_cache_memory that makes room for a KV cache of `kv_cache` bytes on a CPU, or None
+        if no such change exists."""
         most = self.capacity - self.fixed + self.host_cache - kv_cache
         if self.device != "cpu" or not self.host_cache or most < 0:
             return None
@@ -212,7 +212,7 @@ class MemoryPlan:
 
     @property
     def _windows(self) -> list[str]:
-        """How many blocks of a sequence serve which group, if layers have a window."""
+        """Lines that say how many blocks of a sequence serve each group, if layers have a window."""
         if self.groups.window is None:
             return []
         more, window = self.window_blocks_per_sequence, f"layers that see {self.groups.window:,}"
@@ -223,22 +223,22 @@ class MemoryPlan:
 
 
 def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int, groups: KVGroups = PLAIN) -> int:
-    """Bytes of the keys and values of one block, with their scales: of all layers that attend, unless those with a
-    window have blocks of their own."""
+    """Return the bytes of one block, scales included: the keys and values of all attention layers, without those of
+    layers that use window blocks."""
     layout = lay_out(stored_specs(model.kv_specs, kv_dtype), split=groups.window is not None)
     return layout.num_planes * layout.numbers * DTYPE_BYTES[kv_dtype] * block_size
 
 
 def state_groups(model: ModelConfig, kv_dtype: str, block_size: int, num_states: int) -> KVGroups:
-    """What the engine must know of a model whose layers keep states, with room for so many."""
+    """Return the KVGroups of a model with recurrent layers and `num_states` state slots."""
     layout = lay_out(stored_specs(model.kv_specs, kv_dtype), split=False)
     side = layout.numbers // model.heads.sides * DTYPE_BYTES[kv_dtype] * block_size
     return KVGroups(num_states=num_states, blocks_per_state=layout.blocks_per_state(side))
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, capacity: int) -> MemoryPlan:
-    """Compute the memory plan of one rank, the one that needs most. Allocates nothing; `MemoryPlan.check` raises if it
-    does not fit."""
+    """Compute the memory plan of the rank that needs most. Allocates nothing; `MemoryPlan.check` raises if it does not
+    fit."""
     model = largest_rank(model, config.parallel)
     device, kind = config.device.device, config.device.device.partition(":")[0]
     scheduler, block_size, kv_dtype = config.scheduler, config.cache.block_size, config.device.kv_dtype
@@ -252,7 +252,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     drafted = sampling + masks + rows + _graphs(draft or model, config, facts) if drafting else 0
     block_bytes = kv_block_bytes(model, kv_dtype, block_size, groups)
     tier = config.cache.tiers.host_blocks * block_bytes  # the host tier does not hold the draft model's keys and values
-    block_bytes += groups.num_window_blocks * TABLE_BYTES  # which window blocks belong to it
+    block_bytes += groups.num_window_blocks * TABLE_BYTES  # the table of its window blocks
     has_triton = attention == "triton"
     if drafting:
         drafted += scratch_memory(draft or model, config, facts, has_triton=has_triton)
@@ -260,7 +260,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         drafted += weight_memory(draft, config, facts, has_triton=has_triton)
         drafted += rotary_memory(draft, scheduler.max_model_len, value_bytes)
         block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
-        if draft.eagle is not None:  # a vector of each token in the cache, and the hidden states that a step joins
+        if draft.eagle is not None:  # a feature per cached token, and the hidden states of a step
             vector = draft.hidden_size * DTYPE_BYTES[config.device.dtype]
             block_bytes += block_size * vector
             drafted += (draft.eagle.num_states + 1) * scheduler.max_num_batched_tokens * vector
@@ -299,7 +299,7 @@ def _adapters(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) ->
     held = adapter_memory(model, config.adapters, DTYPE_BYTES[dtype], tokens, tiled=tiled)
     if config.adapters is None or _attention(config, facts) != "triton":
         return held
-    # In steps of few tokens, the change of a product is in memory of its own. None has more outputs than activations.
+    # In steps with few tokens, LoRA outputs are in separate buffers, none larger than a layer's activations.
     return held + min(tokens, MANY_TOKENS) * widest_activations(model) * DTYPE_BYTES[dtype]
 
 
@@ -310,7 +310,7 @@ def _images(model: ModelConfig, scheduler: SchedulerConfig, weight_bytes: int) -
 
 
 def _attention(config: EngineConfig, facts: HardwareFacts) -> str:
-    """The attention backend that will most likely run. Backends in IN_PLACE_BYTES read the cache in place."""
+    """Return the attention backend that is expected to run. Backends in IN_PLACE_BYTES read the cache in place."""
     device = config.device
     if device.attention_backend != "auto":
         return device.attention_backend
@@ -321,8 +321,9 @@ def _attention(config: EngineConfig, facts: HardwareFacts) -> str:
 
 
 def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
-    """Bytes of a layer's activations at their peak (residual, normed input, and the tensors of attention or MLP), and
-    of attention's buffers: gathered keys and values, rounded up to a power of two, and masks of prompt chunks."""
+    """Return the bytes of a layer's activations at their peak (residual, normed input, and the tensors of attention or
+    MLP), and of attention's buffers: gathered keys and values, rounded up to a power of two, and masks of prompt
+    chunks."""
     scheduler, kv_bytes = config.scheduler, DTYPE_BYTES[config.device.kv_dtype]
     value_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
     widest = scheduler.max_num_batched_tokens * widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"])
@@ -330,7 +331,7 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     if attention == "native" and model.latent is not None and config.device.kv_dtype == "float8":
         attention = "gather"  # no compiled kernel reads latents in float8
     if attention == "native" and config.device.dtype == "float16":
-        attention = "gather"  # keys and values are widened before kernels read them
+        attention = "gather"  # keys and values are converted to float32 before the kernels read them
     if attention == "triton":
         widest += attention_parts(model, config) + scratch_memory(model, config, facts, has_triton=True)
     if attention in IN_PLACE_BYTES:
@@ -338,14 +339,14 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     longest = scheduler.max_model_len * max(heads.kv_size for heads in model.all_heads) * kv_bytes
     gathered = 2 * max(GATHERED_BYTES[config.device.device.partition(":")[0]], longest)
     converted = 0 if value_bytes == kv_bytes else gathered * value_bytes // kv_bytes
-    if config.device.kv_dtype in SCALED_DTYPES:  # numbers times their scales, in float32 and then rounded
+    if config.device.kv_dtype in SCALED_DTYPES:  # dequantized in float32, then rounded
         converted += gathered * DTYPE_BYTES["float32"]
     masks = scheduler.max_num_batched_tokens * scheduler.max_model_len * (value_bytes + 1)
     return widest + 2 * gathered + converted + masks
 
 
 def widest_activations(model: ModelConfig) -> int:
-    """The number of values per token when a layer's activations are at their peak."""
+    """Return the elements per token when a layer's activations are at their peak."""
     heads = model.heads
     attention = max(2 * (each.query_size + 2 * each.kv_size) + 2 * each.query_size for each in model.all_heads)
     mlp = 3 * max(model.mlp_size_of(layer) for layer in range(model.num_layers))
@@ -363,16 +364,17 @@ def widest_activations(model: ModelConfig) -> int:
 
 
 def _widest_mixture(hidden: int, experts: Experts) -> int:
-    """Logits, what the shared expert gives, and beside their sum either what all experts of a token give or, where one
-    runs after the other, the rows of one that all tokens may go to."""
+    """Return the peak elements per token of a mixture of experts: router logits, the shared expert's output, and the
+    sum with either the outputs of all experts of a token or, if experts run one after the other, the rows of one
+    expert, to which all tokens may be routed."""
     at_once = experts.num_used * (experts.size + hidden + 2)
     one = 3 * experts.size + 3 * hidden
     return 2 * experts.num + hidden + max(3 * experts.shared_size, hidden + max(at_once, one))
 
 
 def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
-    """Bytes of captured graphs. They share one memory pool of the size that the largest needs, counted twice because
-    the order of capture wastes some."""
+    """Return the bytes of captured graphs. They share one memory pool of the size that the largest graph needs, counted
+    twice because the order of capture fragments it."""
     captured = config.device.device != "cpu" and not config.device.enforce_eager
     if not captured or _attention(config, facts) != "triton":
         return 0
@@ -383,11 +385,11 @@ def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     num_graphs = NUM_GRAPHS if config.speculation is None else NUM_GRAPHS + SHORT_GRAPHS
     choosing = kinds * num_graphs * GRAPH_BYTES + 2 * rows * (widest + model.vocab_size) * value_bytes
     if scratch_memory(model, config, facts, has_triton=True):
-        kinds *= 2  # steps whose prompts read a copy of the cache, and the cache itself
+        kinds *= 2  # steps whose prompts read the dequantized copy, and steps that read the cache itself
     return choosing + kinds * len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * widest * value_bytes
 
 
 def _rows(scheduler: SchedulerConfig, block_size: int, groups: KVGroups) -> int:
-    """Bytes of all rows: token history, block table and window tables, and a few dozen numbers per row."""
+    """Return the bytes of all rows: token history, block table, window tables, and 512 bytes of other state per row."""
     blocks = -(-scheduler.max_model_len // block_size) * (1 + groups.num_window_blocks)
     return scheduler.num_rows * ((scheduler.max_model_len + blocks) * TABLE_BYTES + 512)

@@ -1,4 +1,4 @@
-"""Compares the memory plan of an engine that has started with what the device says."""
+"""Compares the memory plan of a started engine with the memory in use on the device."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from dataclasses import dataclass
 from quire.config.memory import PROCESS_BYTES, MemoryPlan
 from quire.config.sizes import format_size
 
-MOST_OFF = 0.02  # of the memory that the engine may use: a larger difference from the plan is warned of
+MOST_OFF = 0.02  # share of the engine's memory: larger deviations from the plan are logged as warnings
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a GPU: of the whole device, and of this process's tensors as torch counts them."""
+    """Memory of a GPU in bytes: of the whole device, and of this process's tensors as torch counts them."""
 
     total: int
     free: int
     allocated: int  # in tensors
-    reserved: int  # by torch, for these and for tensors to come
+    reserved: int  # by torch's allocator, for present and future tensors
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCheck:
-    """What this process holds of a GPU, and what it may hold by the plan: without any captured graph, and with all."""
+    """The GPU memory that this process holds, and the planned bounds: `least` without any captured graph, `most` with
+    all."""
 
     held: int
     least: int
     most: int
-    capacity: int  # that the engine may use
+    capacity: int  # bytes that the engine may use
 
     @property
     def off(self) -> int:
-        """Bytes that are held beyond the plan, or below 0, that the plan has too many."""
+        """Bytes held above `most` (positive) or below `least` (negative)."""
         return max(self.held - self.most, 0) + min(self.held - self.least, 0)
 
     @property
@@ -48,9 +49,12 @@ class MemoryCheck:
 
 
 def check_memory(plan: MemoryPlan, free_before: int, found: DeviceMemory) -> MemoryCheck:
-    """Compare a plan, made when so many bytes of the device were free, with what was found after the start. What torch
-    has reserved beyond its tensors is for the steps to come, and for graphs."""
-    own_context = min(found.total - free_before, PROCESS_BYTES["cuda"])  # is taken before anything can be asked
+    """Compare a plan with the memory found after the start. `free_before`: free bytes of the device when the plan was
+    made.
+
+    Memory that torch reserves beyond its tensors is not counted: it serves later steps and graphs.
+    """
+    own_context = min(found.total - free_before, PROCESS_BYTES["cuda"])  # exists already when free_before is read
     used = free_before - found.free + own_context
     held = used - (found.reserved - found.allocated)
     return MemoryCheck(held, plan.held - plan.graphs - plan.draft, plan.held, plan.capacity)

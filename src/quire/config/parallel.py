@@ -8,7 +8,7 @@ from typing import Literal
 from quire.types.errors import ConfigError
 
 ExecutorName = Literal["single", "processes", "ray", "torchrun"]
-EXECUTORS: dict[str, ExecutorName] = {  # vLLM's names after our own
+EXECUTORS: dict[str, ExecutorName] = {  # Quire's names, then those of vLLM
     "single": "single",
     "processes": "processes",
     "ray": "ray",
@@ -25,15 +25,15 @@ MAX_RANKS = 512
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """`tensor` ranks share every layer, and `pipeline` stages have some of the layers each. Ranks are numbered stage by
-    stage: the ranks of a stage are neighbours."""
+    """How an engine is split over ranks. `tensor` ranks share every layer; each of `pipeline` stages has some of the
+    layers. Ranks are numbered stage by stage, so the ranks of a stage are consecutive."""
 
     tensor: int = 1
     pipeline: int = 1
-    expert: bool = False  # the ranks of a stage have whole experts each, and not a part of every expert
+    expert: bool = False  # expert parallel: each rank of a stage has some whole experts instead of a part of each
     executor: ExecutorName = "single"
-    rank_timeout: float = DEFAULT_RANK_TIMEOUT  # seconds that a rank may be behind while others wait for it
-    ray_address: str | None = None  # of a Ray cluster; None: the one of this machine, or a new one
+    rank_timeout: float = DEFAULT_RANK_TIMEOUT  # seconds that the other ranks wait for a rank
+    ray_address: str | None = None  # of the Ray cluster; None: the one on this machine, or a new one
     load_timeout: float = DEFAULT_RANK_LOAD_TIMEOUT  # seconds without progress after which a rank's load counts as hung
 
     @property
@@ -46,9 +46,9 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank stands."""
+    """The position of one rank: its stage, and its shard within the stage."""
 
-    rank: int  # among all
+    rank: int  # among all ranks
     shard: int  # among the ranks of its stage, from 0
     stage: int
     config: ParallelConfig
@@ -62,7 +62,7 @@ class RankPlace:
         return self.stage == self.config.pipeline - 1
 
     def layers(self, num_layers: int) -> range:
-        """The layers of its stage."""
+        """Return the layers of its stage."""
         return share_of(num_layers, self.stage, self.config.pipeline)
 
 
@@ -70,8 +70,8 @@ NO_PARALLEL = ParallelConfig()
 
 
 def share_of(count: int, index: int, size: int, multiple: int = 1) -> range:
-    """Return which of `count` things in a row belong to the index-th of `size` owners. Shares begin at multiples, and
-    differ by at most one of these; the first ones are larger."""
+    """Return which of `count` consecutive items the index-th of `size` owners gets. Shares begin at multiples of
+    `multiple` and differ by at most one multiple; the first ones are larger."""
     units = -(-count // multiple)
     each, more = divmod(units, size)
     begin = index * each + min(index, more)
@@ -79,15 +79,15 @@ def share_of(count: int, index: int, size: int, multiple: int = 1) -> range:
     return range(min(begin * multiple, count), min(end * multiple, count))
 
 
-_MULTIPLES = (128, 64, 32, 16, 8, 4, 2)  # at which shares begin: of tiles, and of groups of quantized weights
-_EVEN = 16  # shares of at least so many multiples differ by little
-_GROUP = 32  # of quantized weights, the smallest: a rank that has a part of one must expand the whole matrix
-_MOST = 1.1  # times the mean, that the largest share may be for whole groups
+_MULTIPLES = (128, 64, 32, 16, 8, 4, 2)  # at which shares begin: sizes of tiles and of groups of quantized weights
+_EVEN = 16  # shares of at least this many multiples are nearly equal
+_GROUP = 32  # smallest group of quantized weights; a rank with part of a group must expand the matrix
+_MOST = 1.1  # limit of largest share / mean share, to keep groups whole
 
 
 def share_size(count: int, index: int, size: int) -> range:
-    """Return the share of an intermediate size or of a vocabulary. Shares begin at a multiple that suits kernels, where
-    they stay nearly equal."""
+    """Return a rank's share of an intermediate size or of a vocabulary. Shares begin at a multiple that suits the
+    kernels, as long as they stay nearly equal."""
     multiple = next((each for each in _MULTIPLES if count % (each * size) == 0 or count >= _EVEN * each * size), 1)
     if multiple < _GROUP and count % _GROUP == 0 and len(share_of(count, 0, size, _GROUP)) * size <= _MOST * count:
         multiple = _GROUP
@@ -105,8 +105,8 @@ class HeadShare:
 def share_heads(num_query: int, num_kv: int, index: int, size: int) -> HeadShare:
     """Return the heads of the index-th of `size` ranks. Raises ValueError if there are fewer query heads than ranks.
 
-    With at least as many key/value heads as ranks, a rank has whole groups: a key/value head with all its query heads.
-    With fewer, several ranks have the same key/value head and share its query heads.
+    With at least as many key/value heads as ranks, a rank gets whole groups: key/value heads with all their query
+    heads. With fewer, several ranks hold the same key/value head and divide its query heads.
     """
     group = num_query // num_kv
     if size <= num_kv:
@@ -123,7 +123,8 @@ def share_heads(num_query: int, num_kv: int, index: int, size: int) -> HeadShare
 def read_parallel(
     tensor: object, pipeline: object, expert: object, executor: object, ray_address: object, rank_timeout: object
 ) -> ParallelConfig:
-    """Read the settings of ranks. Raises ConfigError for values that are wrong on every machine with every model."""
+    """Parse the settings of ranks. Raises ConfigError for values that are wrong on every machine and with every
+    model."""
     for name, value in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", pipeline)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(name, f"must be a whole number, got {value!r:.80}")
@@ -169,8 +170,8 @@ def check_parallel(config: ParallelConfig, device: str, num_devices: int, layout
 
 
 def check_devices(config: ParallelConfig, device: str, num_devices: int) -> None:
-    """Raise ConfigError where ranks of this machine have no GPU each. A device with a number, such as "cuda:0", is
-    shared by all ranks, which then meet over Gloo: slow, for tests."""
+    """Raise ConfigError if this machine has fewer GPUs than ranks. A device with a number, such as "cuda:0", is shared
+    by all ranks, which then communicate over Gloo: slow, for tests."""
     if device != "cuda" or config.executor != "processes" or config.num_ranks <= num_devices:
         return
     name = "tensor_parallel_size" if config.tensor > 1 else "pipeline_parallel_size"
@@ -187,7 +188,7 @@ def check_together(config: ParallelConfig, layout: str, *, is_mixture: bool) -> 
 
 
 def check_one_rank(tensor: int, pipeline: int, executor: str) -> None:
-    """Raise ConfigError for settings of ranks of a model that has one: an encoder."""
+    """Raise ConfigError if an encoder, which runs as one rank, is given settings of ranks."""
     given = {"tensor_parallel_size": (tensor, 1), "pipeline_parallel_size": (pipeline, 1)}
     for name, (value, one) in given.items():
         if value != one:

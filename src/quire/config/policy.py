@@ -1,4 +1,4 @@
-"""The scheduling policies by name, and the settings that some of them have."""
+"""The names of the scheduling policies, and the settings that some of them have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PolicyName = Literal[
     "orca-oracle",
 ]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
-# Policies that reserve contiguous memory for each sequence:
+# Policies that reserve contiguous blocks for each sequence:
 RESERVING: frozenset[str] = frozenset({"static", "orca-max", "orca-pow2", "orca-oracle"})
 
 SETTINGS: dict[PolicyName, tuple[str, ...]] = {
@@ -40,13 +40,13 @@ MAX_SETTING = 10**9
 class PolicySettings:
     """The settings of all policies. Each policy reads its own. Times are in seconds."""
 
-    ageing: float = DEFAULT_AGEING  # priority: each such time in the queue lowers a request's priority value by one
+    ageing: float = DEFAULT_AGEING  # priority: seconds in the queue that lower a request's priority value by one
     window: int = 32  # lpm, spf: how many waiting requests are compared
     max_overtakes: int = 64  # lpm, spf: how many later requests may overtake a request
     input_weight: float = 1.0  # fair: cost of a prompt token
     output_weight: float = 2.0  # fair: cost of a generated token
-    ttft: float = 0.5  # deadline: time to first token, without the prompt's share
-    ttft_per_token: float = 0.001  # deadline: more time to first token for each prompt token
+    ttft: float = 0.5  # deadline: time to first token, plus ttft_per_token per prompt token
+    ttft_per_token: float = 0.001  # deadline: additional time to first token per prompt token
     tpot: float = 0.05  # deadline: time between two output tokens
     waiting_served_ratio: float = 0.3  # waiting_served_ratio: decodes pause if waiting / running requests exceed it
     max_waiting_tokens: int = 20  # waiting_served_ratio: steps after which decodes pause at any ratio
@@ -66,7 +66,7 @@ class PolicySettings:
 
 
 def read_policy(policy: str | None, scheduling_policy: str | None) -> PolicyName:
-    """Return the policy that is given under either name; fcfs if none is given. Raises ConfigError."""
+    """Return the policy given under either name; fcfs if none is given. Raises ConfigError."""
     if policy is not None and scheduling_policy is not None and policy != scheduling_policy:
         reason = f"is {policy!r}, but scheduling_policy, which means the same, is {scheduling_policy!r}"
         raise ConfigError("policy", reason, "give one of them")

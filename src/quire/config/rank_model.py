@@ -1,4 +1,4 @@
-"""A model as one of the ranks that share its layers sees it: the heads and sizes of its part."""
+"""The model as one rank under tensor parallelism holds it: the heads and sizes of its shard."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ _SETTING = "tensor_parallel_size"
 
 
 def rank_model(model: ModelConfig, place: RankPlace) -> ModelConfig:
-    """Return the model with the heads, intermediate sizes and recurrent heads of a rank: what its cache and its
-    activations are made of. The vocabulary stays whole, as ranks sample from all of it. Raises ValueError if there are
-    fewer heads than ranks."""
+    """Return the model with the heads, intermediate sizes and recurrent heads of a rank, which determine its cache and
+    activations.
+
+    The vocabulary stays whole, because ranks sample from all of it. Raises ValueError if there are fewer heads than
+    ranks.
+    """
     index, size, whole = place.shard, place.config.tensor, place.config.expert
     if size == 1:
         return model
@@ -43,7 +46,7 @@ def rank_model(model: ModelConfig, place: RankPlace) -> ModelConfig:
 
 
 def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) -> None:
-    """Raise ConfigError if ranks cannot share the layers: one would have nothing, or its blocks another layout."""
+    """Raise ConfigError if ranks cannot share the layers: a rank would have nothing, or another block layout."""
     if parallel.tensor == 1:
         return
     num = None if model.experts is None or not parallel.expert else model.experts.num
@@ -55,7 +58,7 @@ def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) ->
     ranks = models_of_ranks(model, parallel)
     sizes = _sizes(model, whole_experts=parallel.expert)
     if 0 in [len(share_size(size, parallel.tensor - 1, parallel.tensor)) for size in sizes]:
-        reason = f"{parallel.tensor} ranks cannot share {min(sizes)} numbers of a layer"
+        reason = f"{parallel.tensor} ranks cannot share a layer size of {min(sizes)}"
         raise ConfigError(_SETTING, reason, "lower it")
     layouts = [lay_out(stored_specs(rank.kv_specs, kv_dtype), split=split) for rank in ranks for split in (False, True)]
     if len({(layout.places, layout.num_planes, layout.sources) for layout in layouts[::2]}) > 1 or (
@@ -66,7 +69,7 @@ def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) ->
 
 
 def models_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> list[ModelConfig]:
-    """What each rank has of a model. Raises ConfigError if there are more ranks than heads."""
+    """Return the model of each rank. Raises ConfigError if there are more ranks than heads."""
     try:
         return _rank_models(model, parallel)
     except ValueError:
@@ -74,15 +77,18 @@ def models_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> list[ModelC
 
 
 def planned_rank(model: ModelConfig, draft: ModelConfig | None, parallel: ParallelConfig, kv_dtype: str) -> ModelConfig:
-    """Return the model that memory is planned for. Raises ConfigError if ranks cannot share it, or the draft model."""
+    """Return the model for which memory is planned. Raises ConfigError if ranks cannot share the model or the draft
+    model."""
     for each in (model,) if draft is None else (model, draft):
         check_shares(each, parallel, kv_dtype)
     return largest_rank(model, parallel)
 
 
 def largest_rank(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
-    """Return the model with the heads, sizes and weights of the rank that has most of them, each by itself: what the
-    memory of every rank is planned for, as all have equally many blocks."""
+    """Return a model with the largest heads, sizes and weights of any rank, each taken separately.
+
+    The memory of every rank is planned for it, because all ranks have equally many blocks.
+    """
     if parallel.tensor == 1:
         return model
     ranks = _rank_models(model, parallel)
@@ -111,12 +117,12 @@ def _too_many(model: ModelConfig, size: int) -> tuple[str, str]:
 
 
 def _sizes(model: ModelConfig, *, whole_experts: bool) -> list[int]:
-    """Of what ranks share besides heads and whole experts."""
+    """Return the sizes that ranks share, besides heads and whole experts."""
     return [model.vocab_size, *_inner_sizes(model, whole_experts=whole_experts)]
 
 
 def _inner_sizes(model: ModelConfig, *, whole_experts: bool) -> list[int]:
-    """The intermediate sizes that ranks share."""
+    """Return the intermediate sizes that ranks share."""
     experts = model.experts
     if experts is None:
         return [model.intermediate_size]
@@ -130,7 +136,7 @@ def _most_heads(ranks: Sequence[Heads]) -> Heads:
 
 
 def _most_weights(model: ModelConfig, ranks: Sequence[ModelConfig], parallel: ParallelConfig) -> WeightCounts:
-    """An upper bound: as if all weights were divided like what is divided worst."""
+    """Return an upper bound of a rank's weights: all weights are counted with the largest share of any size."""
     shares = [max(rank.heads.num_query for rank in ranks) / model.heads.num_query]
     shares += [max(rank.heads.num_kv for rank in ranks) / model.heads.num_kv] if model.latent is None else []
     shares += [len(share_size(size, 0, len(ranks))) / size for size in _sizes(model, whole_experts=parallel.expert)]
@@ -149,8 +155,8 @@ def _levels(levels: StoredLevels, share: float) -> StoredLevels:
 
 
 def _cut_bytes(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """What integer products take on top on a rank, for matrices whose super-blocks do not begin where the inputs of
-    ranks do."""
+    """Return the additional bytes of the integer kernels on a rank, for matrices whose super-blocks do not align with
+    the input shards of the ranks."""
     levels, size = model.levels, parallel.tensor
     heads = [share_heads(model.heads.num_query, model.heads.num_kv, index, size).query for index in range(size)]
     of_heads = [range(each.start * model.heads.dim, each.stop * model.heads.dim) for each in heads]
@@ -161,7 +167,8 @@ def _cut_bytes(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def _largest_cut(shares: Sequence[range]) -> float:
-    """The largest part of all inputs that a rank has, of those whose share cuts a super-block."""
+    """Return the largest share of the inputs among ranks whose shard cuts a super-block, as a fraction of all
+    inputs."""
     cut = [len(share) for share in shares if share.start % SUPER_BLOCK or len(share) % SUPER_BLOCK]
     return max(cut, default=0) / shares[-1].stop
 
@@ -172,7 +179,8 @@ def _heads(heads: Heads, index: int, size: int) -> Heads:
 
 
 def _experts(experts: Experts, index: int, size: int, *, whole: bool) -> Experts:
-    """`whole`: a rank has whole experts. It still chooses among all, and any of a token's may be its own."""
+    """Return the experts of a rank. `whole`: the rank has whole experts. Routing still ranks all experts, so any number
+    of a token's experts may be on this rank."""
     shared = len(share_size(experts.shared_size, index, size)) if experts.shared_size else 0
     if whole:
         return replace(experts, shared_size=shared, held=len(share_of(experts.num, index, size)))

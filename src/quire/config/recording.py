@@ -1,4 +1,4 @@
-"""The settings of a recording of an engine's inputs and decisions."""
+"""Settings of a recording of the engine's inputs and decisions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DEFAULT_LIMIT = GIB
 @dataclass(frozen=True, slots=True)
 class RecordingConfig:
     """The file of a recording, and the form of its tokens. An existing file is never overwritten. At `limit` bytes the
-    recording stops and the engine continues."""
+    recording stops, and the engine continues."""
 
     path: str
-    tokens: TokenForm = "exact"  # hashed: the file shows which prompts share a prefix, but no text
+    tokens: TokenForm = "exact"  # hashed: the file shows which prompts share a prefix, but no token ids
     limit: int = DEFAULT_LIMIT
 
     def __post_init__(self) -> None:
@@ -29,11 +29,11 @@ class RecordingConfig:
 
 
 def read_recording(record: object, tokens: object, limit: int | str | None) -> RecordingConfig | None:
-    """Return the recording that the arguments ask for; None if they ask for none. Raises ConfigError."""
+    """Return the recording that the arguments request, or None. Raises ConfigError."""
     if record is None:
         for name, value in (("record_tokens", tokens), ("record_limit", limit)):
             if value is not None:
-                raise ConfigError(name, "means nothing without record", "add record, or leave it out")
+                raise ConfigError(name, "has no effect without record", "add record, or leave it out")
         return None
     record = os.fspath(record) if isinstance(record, os.PathLike) else record
     if not isinstance(record, str) or not record:

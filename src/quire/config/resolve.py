@@ -1,4 +1,4 @@
-"""Resolves arguments, machine and model into an EngineConfig and its memory plan. Nothing is allocated."""
+"""Resolves arguments, machine and model to an EngineConfig and its memory plan. Allocates nothing."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ logger = logging.getLogger("quire")
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 CPU_BATCHED_TOKENS = 512  # on a CPU, longer steps are not faster per token and delay decodes
 GPU_BATCHED_TOKENS, SMALL_MODEL_TOKENS = 2_048, 4_096  # about ten milliseconds of work on a large GPU
-OFFLINE_TOKENS, OFFLINE_SMALL_TOKENS = 4_096, 16_384  # where nobody waits for single tokens: fewer, larger steps
-OFFLINE_EXPERT_TOKENS = 8_192  # an expert gets few of a step's tokens
-LARGE_GPU = 40 * GIB  # of memory; on smaller GPUs, large steps would leave too little for the cache
+OFFLINE_TOKENS, OFFLINE_SMALL_TOKENS = 4_096, 16_384  # offline, throughput matters more than latency: larger steps
+OFFLINE_EXPERT_TOKENS = 8_192  # larger for mixtures, because each expert gets few of a step's tokens
+LARGE_GPU = 40 * GIB  # memory in bytes; on smaller GPUs, large steps leave too little for the cache
 SMALL_MODEL = 2_000_000_000  # models with fewer parameters get SMALL_MODEL_TOKENS
 DEFAULT_GPU_UTILIZATION = 0.9
 SHORTEST_MODEL_LEN = 256  # max_model_len is never lowered below this to fit into memory
 GPU_PAGE = 2 * MIB  # the smallest page that CUDA maps
-STATES_PER_ROW, SPARE_STATES = 2, 16  # states of recurrent layers: of running sequences, and of prefixes
-STATES_SHARE = 3  # they take at most a third of the memory that is left for the cache
+STATES_PER_ROW, SPARE_STATES = 2, 16  # state slots: per row for running sequences, and spare ones for prefixes
+STATES_SHARE = 3  # states take at most 1 / STATES_SHARE of the memory left for the cache
 CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # default KV cache on a CPU: a quarter of the available memory, at most 1 GiB
 
 
@@ -59,8 +59,8 @@ def resolve_engine_config(
 ) -> tuple[EngineConfig, MemoryPlan]:
     """Make the whole configuration and check it against the machine. Raises ConfigError or DoesNotFit.
 
-    `draft_model`: what `speculative_config` names, if anything. `offline`: requests come as batches, whose last answer
-    counts, and not as streams, whose every token does.
+    `draft_model`: the model that `speculative_config` names, if any. `offline`: requests come as batches, for which
+    only the time of the last answer counts; otherwise latency per token counts.
     """
     parsed, device = read_arguments(args), resolve_device(args, facts, model)
     parallel = parsed.parallel
@@ -112,7 +112,7 @@ def resolve_engine_config(
 def _fit(
     args: EngineArguments, facts: HardwareFacts, model: ModelConfig, unsized: EngineConfig, capacity: int
 ) -> tuple[EngineConfig, MemoryPlan]:
-    """Set the size of the cache, and plan the memory of a rank: of the pipeline stage that needs most."""
+    """Set the size of the cache, and plan the memory of one rank: that of the pipeline stage that needs most."""
     rank_model = heaviest_stage(stage_models(model, unsized.parallel.pipeline))
     config = resolve_pipeline(_size_cache(args, facts, rank_model, unsized, capacity), model)
     plan = plan_memory(rank_model, config, facts, capacity)
@@ -132,8 +132,8 @@ def model_length(model: ModelConfig) -> int:
 
 
 def _prefix_caching(args: EngineArguments, model: ModelConfig, scheduler: SchedulerConfig) -> bool:
-    """Whether to cache prefixes. Not if the policy shares no memory, or if keys depend on the length of the sequence
-    (dynamic RoPE scaling)."""
+    """Return whether to cache prefixes. Off if the policy reserves blocks, or if keys depend on the length of the
+    sequence (dynamic RoPE scaling)."""
     rope = model.rope
     if scheduler.policy in RESERVING:
         if args.enable_prefix_caching:
@@ -157,8 +157,8 @@ def _groups(
     layout: str,
     speculation: SpeculationConfig | None,
 ) -> KVGroups:
-    """The groups of a model's layers. Those with a window get blocks of their own if that saves memory and all that
-    reads the cache can follow: not sequences in adjacent blocks, not the model of a draft, not FlashInfer."""
+    """Return the groups of a model's layers. Layers with a window get window blocks if that saves memory and everything
+    that reads the cache supports them: not with reserved blocks, the virtual layout, a draft model or FlashInfer."""
     groups = lay_out(stored_specs(model.kv_specs, device.kv_dtype), split=True)
     drafts = speculation is not None and speculation.method != "ngram"
     reads_one = layout != "paged" or scheduler.policy in RESERVING or device.attention_backend == "flashinfer"
@@ -195,7 +195,8 @@ def resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConf
 
 
 def _quantization(args: EngineArguments, facts: HardwareFacts, device: str, model: ModelConfig) -> Quantization | None:
-    """What plain weights become while they are loaded. The method of a checkpoint may be named, and changes nothing."""
+    """Return the method by which plain weights are quantized while they are loaded. Naming the method of a quantized
+    checkpoint is allowed and changes nothing."""
     given = args.quantization
     if given is None or given == model.quantization:
         return None
@@ -253,7 +254,7 @@ def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConf
     if config.cache.layout == "paged":
         return config
     if model.recurrent is not None:
-        reason = 'the states of recurrent layers have no place in the layout "virtual"'
+        reason = '"virtual" does not support models with recurrent layers'
         raise ConfigError("kv_layout", reason, 'use "paged"')
     if config.device.kv_dtype in SCALED_DTYPES:
         reason = f'{config.device.kv_dtype} cannot be read in place, as kv_layout "virtual" does'
@@ -261,14 +262,14 @@ def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConf
     draft = None if config.speculation is None else config.speculation.draft
     for each in (model, draft):
         if each is not None and each.latent is not None:
-            raise ConfigError("kv_layout", '"virtual" cannot run this model: it keeps latents', 'use "paged"')
+            raise ConfigError("kv_layout", '"virtual" does not support models that keep latents', 'use "paged"')
         if each is not None:
             _check_pages(config, facts, each)
     return replace(config, device=replace(config.device, attention_backend=VIRTUAL_BACKEND))
 
 
 def _check_pages(config: EngineConfig, facts: HardwareFacts, model: ModelConfig) -> None:
-    """Raise ConfigError unless a block is a whole number of pages: nothing smaller can be mapped."""
+    """Raise ConfigError unless a block is a whole number of pages, because nothing smaller can be mapped."""
     size, device = config.cache.block_size, config.device
     page = facts.page_size if device.device == "cpu" else GPU_PAGE
     token = kv_block_bytes(model, device.kv_dtype, 1)
@@ -317,7 +318,7 @@ def _size_cache(
         if args.max_model_len is not None or held >= length:
             return sized
         if args.num_kv_blocks is not None or args.kv_cache_memory is not None:
-            longest = held or args.block_size  # what needs more blocks than there are is refused by the plan
+            longest = held or args.block_size  # MemoryPlan.check refuses a length that needs more blocks
             return replace(sized, scheduler=replace(unsized.scheduler, max_model_len=longest))
         if length <= SHORTEST_MODEL_LEN:
             raise _too_short(one)
@@ -341,7 +342,7 @@ def _too_short(plan: MemoryPlan) -> DoesNotFit:
 
 
 def _num_blocks(args: EngineArguments, one: MemoryPlan, num_rows: int) -> int:
-    """Return the number of blocks that the user gave, or that fits into memory. `one` is the plan with one block."""
+    """Return the number of blocks that the user gave, or that fits into memory. `one`: the plan for one block."""
     if args.num_kv_blocks is not None:
         return args.num_kv_blocks
     if args.kv_cache_memory is not None:
@@ -364,8 +365,8 @@ def _num_blocks(args: EngineArguments, one: MemoryPlan, num_rows: int) -> int:
 def _with_states(
     args: EngineArguments, facts: HardwareFacts, model: ModelConfig, unsized: EngineConfig, capacity: int
 ) -> EngineConfig:
-    """Set how many states of recurrent layers there is room for: at least as many as rows need. If the user
-    did not say how many sequences run at once, they are no more than have room."""
+    """Set the number of state slots for recurrent layers: at least as many as rows need. If the user did not set
+    max_num_seqs, it is lowered to what memory can hold."""
     if model.recurrent is None:
         return unsized
     if unsized.scheduler.policy in RESERVING:
@@ -387,7 +388,7 @@ def _with_states(
 
 
 def _least_states(num_rows: int) -> int:
-    """Return how many states rows need at once: beams that leave their parents' states hold both for a step."""
+    """Return how many state slots rows need at once. Beams that leave their parents' states hold both for one step."""
     return num_rows + num_rows // 2 + 1
 
 

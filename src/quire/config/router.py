@@ -1,4 +1,4 @@
-"""The configuration of the router in front of several servers, and of the servers behind it."""
+"""The configuration of the router, and of the replicas behind it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaAddress:
-    """Where one server listens. `socket` is the path of a UNIX socket, in place of host and port."""
+    """The address of one replica. `socket` is the path of a UNIX socket, used instead of host and port."""
 
     name: str
     host: str = "localhost"
     port: int = 0
     socket: str | None = None
     is_tls: bool = False
-    base_path: str = ""  # stands before every path, such as /llm
+    base_path: str = ""  # prefix of every path, such as /llm
 
     @property
     def url(self) -> str:
@@ -34,7 +34,7 @@ class ReplicaAddress:
 
     @property
     def authority(self) -> str:
-        """What the Host header says."""
+        """The value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         is_usual = self.port == (443 if self.is_tls else 80)
         return host if is_usual or self.socket is not None else f"{host}:{self.port}"
@@ -45,7 +45,7 @@ class ReplicaAddress:
 
 
 def read_replica(text: str, name: str | None = None, setting: str = "replica") -> ReplicaAddress:
-    """Read http://HOST:PORT, https://HOST:PORT or unix:PATH, maybe with NAME= before it. Raises ConfigError."""
+    """Parse http://HOST:PORT, https://HOST:PORT or unix:PATH, with an optional NAME= in front. Raises ConfigError."""
     given, equals, rest = text.partition("=")
     if equals and "/" not in given and ":" not in given:
         name, text = given, rest
@@ -81,19 +81,19 @@ def _checked(setting: str, name: str) -> str:
 class BalanceConfig:
     """How the router chooses a replica."""
 
-    load_factor: float = 1.25  # a replica may have so many times the mean load
-    load_slack: float = 4.0  # and so many requests more, before others are preferred to it
-    least_gain: float = 0.1  # share of a prompt that a replica must have beyond what all have, to be preferred
+    load_factor: float = 1.25  # a replica is avoided above this multiple of the mean load ...
+    load_slack: float = 4.0  # ... plus this many requests
+    least_gain: float = 0.1  # a replica is preferred if it caches at least this share of the prompt more than others
     cache_tokens: int | None = None  # tokens that a replica's cache holds; None: what the replica reports
-    bytes_per_token: float = 4.0  # of prompt text
+    bytes_per_token: float = 4.0  # bytes of prompt text per token, for estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitConfig:
     """Deadlines of the router's waits for a replica, in seconds."""
 
-    connect: float = 5.0  # from asking for a connection until there is one
-    head: float = 600.0  # from the last byte of a request to the first of its response
+    connect: float = 5.0  # until a connection is established
+    head: float = 600.0  # from the last byte of a request to the first byte of its response
     idle: float = 300.0  # between two reads of a response
     health_interval: float = 1.0  # between two health checks
     health: float = 2.0  # for the answer to a health check
@@ -109,17 +109,17 @@ class RouterConfig:
     port: int = DEFAULT_ROUTER_PORT
     listen: ListenConfig = field(default_factory=ListenConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
-    checks_keys: bool = True  # the router asks for API keys; False: the replicas do
+    checks_keys: bool = True  # the router checks API keys; False: the replicas do
     replica_key: str | None = field(default=None, repr=False)  # sent to replicas in place of the client's
-    own_key: str | None = field(default=None, repr=False)  # of the router's own questions to replicas
+    own_key: str | None = field(default=None, repr=False)  # key of the router's own requests to replicas
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     waits: WaitConfig = field(default_factory=WaitConfig)
     limits: dict[str, int] = field(default_factory=dict)
-    max_attempts: int = 3  # replicas that one request is sent to, at most
+    max_attempts: int = 3  # at most this many replicas are tried for one request
 
     @property
     def api_workers(self) -> int:
-        """Processes that share the port: one."""
+        """Processes that share the port: always one."""
         return 1
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The memory that choosing tokens takes, and that tables of rotary positions take."""
+"""Memory of sampling, of grammar masks, and of the tables of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.model import ModelConfig
 
 BYTES_PER_LOGIT = 64  # logits, a float32 copy, probabilities, their sort and its float64 sum
-# By the Triton kernels, which filter and choose without sorting: logits in 16 bits, and for what torch does beside them
-# a float32 copy, one for logprobs, one for candidates, bans of allowed_token_ids twice, and what is added to logits.
+# With the Triton kernels, which filter and sample without sorting: 16-bit logits, and for the parts that torch does a
+# float32 copy, one for logprobs, one for candidates, two masks of allowed_token_ids, and the biases added to logits.
 TRITON_BYTES_PER_LOGIT = 2 + 4 + 4 + 4 + 8 + 4
-# What the Triton kernels hold of each sample: of each tile of tokens its best one, its weight, and its share of a list
-# of likeliest tokens; counts, weights and candidates of rows with top_k or top_p.
+# Buffers of the Triton kernels per sample: per tile of tokens the best token, the summed weight, and the tile's part of
+# the list of most likely tokens; and for top_k / top_p counts, weights and candidates.
 TILE_TOKENS, TILE_BYTES, LIST_BYTES = 4_096, 16, 12 + 32 * 8
 FILTER_BYTES = 4 * 128 + 12 * 2_048 + 4 + 4 * 4_096
 MASK_COPIES = {
-    "device": 2,  # masks of allowed tokens on a GPU: one per row that stays, and those that are being sent
-    "host": 3,  # masks of this step and of the step before, and a copy of those that are sent
+    "device": 2,  # on a GPU: the mask of each row, and the masks in transfer
+    "host": 3,  # masks of this step and of the last one, and a copy of those in transfer
 }
-MASK_PARCELS = 16  # batches of masks in pinned memory that may be on their way to a GPU
-PROMPT_POSITIONS = 128  # prompt logprobs are computed for so many positions at a time ...
+MASK_PARCELS = 16  # batches of masks in pinned memory that may be in transfer to a GPU at once
+PROMPT_POSITIONS = 128  # prompt logprobs are computed for this many positions at a time ...
 PROMPT_BYTES_PER_LOGIT = 24  # ... with these buffers: logits in float32, log-softmax, comparison for ranks
-LEAST_POSITIONS = 1_024  # of a table of rotary positions
+LEAST_POSITIONS = 1_024  # fewest positions in a table of rotary embeddings
 
 
 def sampling_memory(model: ModelConfig, scheduler: SchedulerConfig, attention: str) -> tuple[int, int]:
-    """Bytes of logits and of the sampler's buffers in a step, and those of them that are held from the start."""
+    """Return the bytes of logits and sampling buffers in a step, and the part of them that is allocated at the
+    start."""
     held, each = 0, BYTES_PER_LOGIT
     if attention == "triton":
         tiles = -(-model.vocab_size // TILE_TOKENS)
@@ -34,10 +35,12 @@ def sampling_memory(model: ModelConfig, scheduler: SchedulerConfig, attention: s
 
 
 def mask_memory(model: ModelConfig, config: EngineConfig, attention: str) -> tuple[int, int]:
-    """Bytes of the masks of all rows on the device, and beside a GPU in host memory. A mask has a bit for each token.
+    """Return the bytes of the grammar masks of all rows: on the device, and with a GPU also in host memory. A mask has
+    one bit per token.
 
-    On a GPU the Triton kernels keep a mask for each row; other backends send masks as logits, which count as sampling.
-    Pinned memory is allocated in powers of two."""
+    With the Triton backend a GPU holds a mask per row; other backends send masks as additive logits, which count as
+    sampling memory. Pinned memory is allocated in powers of two.
+    """
     step = config.scheduler.num_rows * -(-model.vocab_size // 32) * 4  # the masks of all rows
     host = MASK_COPIES["host"] * step
     if config.device.device == "cpu":
@@ -48,9 +51,13 @@ def mask_memory(model: ModelConfig, config: EngineConfig, attention: str) -> tup
 
 
 def rotary_memory(model: ModelConfig, max_model_len: int, value_bytes: int) -> int:
-    """Bytes of the tables of rotary positions, one for each kind of positions that layers have: cos and sin of all
-    numbers of a head, and for the Triton kernels those of half of them again, up to a power of two of positions."""
-    positions = 1 << max(max_model_len, LEAST_POSITIONS - 1).bit_length()  # the token that ends a sequence has one too
+    """Return the bytes of the tables of rotary embeddings, one for each kind of rotary embedding in the layers.
+
+    A table holds cos and sin for all rotated elements of a head, and half of that again for the Triton kernels, for a
+    power of two of positions.
+    """
+    # The last token of a sequence has a position too.
+    positions = 1 << max(max_model_len, LEAST_POSITIONS - 1).bit_length()
     tables = set()
     for layer in model.layers:
         if (rope := model.rope_of(layer)) is not None:

@@ -30,22 +30,22 @@ class ModelSource:
     model: str
     tokenizer: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
-    served_names: tuple[str, ...] = ()  # names that clients may use; responses carry the first
+    served_names: tuple[str, ...] = ()  # model names that clients may use; responses carry the first
     chat_template: str | None = None  # text of a template that replaces the model's; None: the model's
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # template variables of requests without them
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # default template variables
     tool_call_parser: str = "auto"  # the format of tool calls; auto: by the chat template
     reasoning_parser: str = "auto"  # the format of reasoning; auto: by the chat template
-    generation_config: str = "auto"  # default sampling: auto (of the model's files), none, or a folder
-    override_generation_config: dict[str, Any] = field(default_factory=dict)  # single values of it
+    generation_config: str = "auto"  # default sampling parameters: auto (from the model's files), none, or a folder
+    override_generation_config: dict[str, Any] = field(default_factory=dict)  # single values that replace those
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Who may use the server. Keys are kept as SHA-256 digests in hex. Without digests no key is required."""
+    """Who may use the server. Keys are stored as SHA-256 digests in hex. Without digests no key is required."""
 
     key_digests: tuple[str, ...] = ()
-    router_digests: tuple[str, ...] = ()  # those of key_digests whose requests name the client they are for
-    admin_digests: tuple[str, ...] = ()  # (): there are no admin routes
+    router_digests: tuple[str, ...] = ()  # those of key_digests that are of routers, which name the client
+    admin_digests: tuple[str, ...] = ()  # (): no admin routes
     cors_origins: tuple[str, ...] = ()
     playground: bool = True
     metrics_need_key: bool = True
@@ -57,11 +57,11 @@ class ListenConfig:
     """Where and how the server listens, besides `host` and `port`."""
 
     uds: str | None = None  # path of a UNIX socket, in place of host and port
-    root_path: str = ""  # prefix that a proxy puts before every path, such as /llm
+    root_path: str = ""  # path prefix that a proxy adds, such as /llm
     tls_cert: str | None = None  # path of the certificate chain, PEM; None: plain HTTP
-    tls_key: str | None = None  # path of its private key; None: it is in tls_cert
+    tls_key: str | None = None  # path of the private key; None: it is in tls_cert
     admin_host: str = "127.0.0.1"
-    admin_port: int | None = None  # with it or admin_uds, /admin is served there and nowhere else
+    admin_port: int | None = None  # if this or admin_uds is set, /admin is served only there
     admin_uds: str | None = None
 
     @property
@@ -71,19 +71,19 @@ class ListenConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeoutConfig:
-    """How long a request may take, in seconds; None: as long as it needs."""
+    """Limits of a request's time, in seconds; None: no limit."""
 
-    request: float | None = None  # from its receipt to its last token
-    queue: float | None = None  # from its receipt until the engine has it
+    request: float | None = None  # from receipt to the last token
+    queue: float | None = None  # from receipt until the request is submitted to the engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
-    """The prefill servers that a decode server asks to compute prompts first."""
+    """The prefill servers that a decode server asks to compute prompts."""
 
     urls: tuple[str, ...]
-    min_tokens: int = DEFAULT_PREFILL_TOKENS  # of a prompt; shorter ones are computed here
-    timeout: float = DEFAULT_PREFILL_TIMEOUT  # seconds after which a prompt is computed here
+    min_tokens: int = DEFAULT_PREFILL_TOKENS  # shorter prompts are computed by the decode server itself
+    timeout: float = DEFAULT_PREFILL_TIMEOUT  # seconds after which the decode server computes the prompt itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +98,9 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     api_workers: int = 1
-    replicas: int = 1  # servers behind one address, each with an engine of its own
-    strict: bool = False  # request parameters without effect cause errors, not warnings
-    force_include_usage: bool = False  # streams end with their usage, whatever the request says
+    replicas: int = 1  # servers behind one address, each with its own engine
+    strict: bool = False  # refuse request parameters without effect instead of warning
+    force_include_usage: bool = False  # all streams end with usage, even if the request does not ask for it
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
     step_timeout: float = DEFAULT_STEP_TIMEOUT  # seconds after which a step counts as hung
     load_timeout: float = DEFAULT_LOAD_TIMEOUT  # seconds without progress after which loading counts as hung
@@ -109,8 +109,8 @@ class ServerConfig:
     limits: dict[str, int] = field(default_factory=dict)
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
-    files_dir: str | None = None  # folder of uploaded files and batches; None: they end with the server
+    files_dir: str | None = None  # folder of uploaded files and batches; None: deleted when the server ends
     metrics_names: MetricNames = "quire"  # prefixes of /metrics: quire, vllm, or both
-    access_log: bool = False  # one line for every request that was answered
+    access_log: bool = False  # log one line per answered request
     trace_endpoint: str | None = None  # URL of an OTLP collector; None: no traces
-    prefill: PrefillConfig | None = None  # None: it computes all prompts itself
+    prefill: PrefillConfig | None = None  # None: this server computes all prompts itself

@@ -52,7 +52,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_table(lines: Sequence[tuple[str, int, str]]) -> list[str]:
-    """Format lines of names, sizes and notes in columns."""
+    """Format lines of name, size and note in aligned columns."""
     names, sizes = [name for name, _, _ in lines], [format_size(size) for _, size, _ in lines]
     wide, long = max(map(len, names)), max(map(len, sizes))
     notes = [note for _, _, note in lines]

@@ -1,4 +1,4 @@
-"""The settings of speculative decoding, under vLLM's names, and their resolution for a model."""
+"""The settings of speculative decoding, with the names of vLLM, and their resolution for a model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from quire.types.errors import ConfigError
 
 Method = Literal["ngram", "draft_model", "self_draft", "eagle3"]
 METHODS: tuple[Method, ...] = get_args(Method)
-MAX_TOKENS = 64  # tokens of a draft
-MAX_LOOKUP = 32  # tokens of an n-gram
-# The engine adapts the length of drafts up to these. An n-gram draft is free; a model runs once per draft token.
+MAX_TOKENS = 64  # longest draft, in tokens
+MAX_LOOKUP = 32  # longest n-gram, in tokens
+# Default maximum length of drafts; the engine adapts the length up to it. N-gram drafts cost nothing, models run once
+# per token.
 DEFAULT_TOKENS: dict[Method, int] = {"ngram": 16, "draft_model": 5, "self_draft": 3, "eagle3": 5}
 DEFAULT_LOOKUP = (2, 4)
 SELF_DRAFT_SHARE = 3  # self_draft runs the first 1 / SELF_DRAFT_SHARE of the layers by default
@@ -30,10 +31,10 @@ _FIELDS: dict[Method, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """How draft tokens are proposed, which the model then verifies in one step.
+    """How draft tokens are proposed. The model verifies them in one step.
 
-    `resolve_speculation` sets `draft`, the shape of the draft model `model`, or the default of `num_layers`. A draft
-    model that is an EAGLE head makes the method "eagle3".
+    `resolve_speculation` sets `draft`, the shape of the draft model `model`, or the default of `num_layers`. If the
+    draft model is an EAGLE head, the method becomes "eagle3".
     """
 
     method: Method
@@ -46,7 +47,7 @@ class SpeculationConfig:
 
 
 def read_speculation(value: Mapping[str, Any] | None) -> SpeculationConfig | None:
-    """Parse `speculative_config`. Raises ConfigError that names the field, the limit and the fix."""
+    """Parse `speculative_config`. Raises ConfigError naming the field, the limit and the fix."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -86,7 +87,7 @@ def resolve_speculation(config: SpeculationConfig, target: ModelConfig, draft: M
     if draft is not None and draft.eagle is not None:
         return replace(config, method="eagle3", draft=_fit_head(draft, draft.eagle, target))
     if config.method == "eagle3":
-        reason = "is a model of its own: its config.json does not describe an EAGLE-3 head"
+        reason = "is a complete model: its config.json does not describe an EAGLE-3 head"
         raise ConfigError(f"{_SETTING}.model", reason, 'name an EAGLE-3 head, or set "method" to "draft_model"')
     if config.method == "draft_model":
         assert draft is not None, "the draft model was not read"
@@ -98,7 +99,8 @@ def resolve_speculation(config: SpeculationConfig, target: ModelConfig, draft: M
 
 
 def _fit_head(draft: ModelConfig, head: EagleHead, target: ModelConfig) -> ModelConfig:
-    """The EAGLE head with the target's layers that it reads. Raises ConfigError if it does not fit the target."""
+    """Return the EAGLE head with the target's layers that it reads filled in. Raises ConfigError if it does not fit the
+    target."""
     setting, fix = f"{_SETTING}.model", "choose a head that was trained for this model"
     for size, what in (("hidden_size", "numbers in a hidden state"), ("vocab_size", "tokens in its vocabulary")):
         own, wanted = getattr(draft, size), getattr(target, size)
@@ -124,7 +126,7 @@ def _fit_head(draft: ModelConfig, head: EagleHead, target: ModelConfig) -> Model
 
 
 def check_head(config: SpeculationConfig | None, *, num_ranks: int, layout: str, has_tiers: bool) -> None:
-    """Raise ConfigError for settings that an EAGLE head does not work with."""
+    """Raise ConfigError for settings that do not work with an EAGLE head."""
     if config is None or config.method != "eagle3":
         return
     setting, whose = f"{_SETTING}.model", "is an EAGLE head, which reads hidden states of the model"

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which layers each of them has, and what they must agree on."""
+"""Pipeline stages: which layers each stage has, and the settings all stages must share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Counts = TypeVar("Counts", WeightCounts, StoredLevels)
 
 
 def stage_models(model: ModelConfig, num_stages: int) -> tuple[ModelConfig, ...]:
-    """The model as each stage of a pipeline sees it; the model itself if there is one stage. Raises ConfigError if the
-    layers cannot be divided."""
+    """Return the model of each pipeline stage; with one stage, the model itself. Raises ConfigError if the layers
+    cannot be divided."""
     if num_stages == 1:
         return (model,)
     if num_stages > model.num_layers:
@@ -39,31 +39,33 @@ def stage_models(model: ModelConfig, num_stages: int) -> tuple[ModelConfig, ...]
 
 
 def stage_model(model: ModelConfig, place: RankPlace) -> ModelConfig:
-    """The model as a rank's stage sees it."""
+    """Return the model of a rank's stage."""
     return stage_models(model, place.config.pipeline)[place.stage]
 
 
 def heaviest_stage(stages: Sequence[ModelConfig]) -> ModelConfig:
-    """The stage that needs most memory: the memory plan of an engine is that of its ranks. A stage with as much of the
-    cache as another one may have more weights."""
+    """Return the stage that needs most memory, for which the memory of all ranks is planned. Ties in cache size are
+    broken by the number of weights."""
     return max(stages, key=lambda stage: (sum(spec.numbers for spec in stage.kv_specs), stage.weights.parameters))
 
 
 def _stage_of(model: ModelConfig, layers: range) -> ModelConfig:
-    """With an estimate of its weights: its share of those in blocks, and the tables that it has."""
+    """Return the model of a stage, with an estimate of its weights: its share of those in blocks, plus its embedding
+    table and output head."""
     stage = replace(model, stage=(layers.start, layers.stop))
     table, weights = model.vocab_size * model.hidden_size, model.weights
     own = table * (stage.is_first_stage + stage.is_last_stage)
     inside = max(weights.parameters - table * (1 if model.tie_word_embeddings else 2), 0)
     scaled = _share(weights, len(layers), model.num_layers)
     scaled = replace(scaled, parameters=own + -(-inside * len(layers) // model.num_layers) if weights.parameters else 0)
-    if stage.is_last_stage and weights.adapter_width:  # its share of the head that adapters change is all of it
+    if stage.is_last_stage and weights.adapter_width:  # it has the whole head, which adapters may change
         scaled = replace(scaled, adapter_width=scaled.adapter_width + model.hidden_size + model.vocab_size)
     return replace(stage, weights=scaled, rank_weights=None, levels=_share(model.levels, len(layers), model.num_layers))
 
 
 def _share(counts: Counts, part: int, whole: int) -> Counts:
-    """The same counts of `part` of `whole` layers, rounded up. The most matrices of a layer stay as they are."""
+    """Return the counts of `part` of `whole` layers, rounded up. `adapter_parts`, a maximum per layer, is not
+    scaled."""
     numbers = {each.name: getattr(counts, each.name) for each in fields(counts)}
     kept = ("adapter_parts",)
     changed: dict[str, Any] = {
@@ -73,11 +75,11 @@ def _share(counts: Counts, part: int, whole: int) -> Counts:
 
 
 def check_pipeline(config: EngineConfig) -> None:
-    """Raise ConfigError for settings that do not work with stages."""
+    """Raise ConfigError for settings that do not work with pipeline stages."""
     if config.parallel.pipeline == 1:
         return
     if config.speculation is not None and config.speculation.method != "ngram":
-        reason = f"{config.speculation.method!r} runs layers of its own, and the layers are divided among stages"
+        reason = f"{config.speculation.method!r} is not supported with several pipeline stages"
         raise ConfigError("speculative_config.method", reason, f'use "ngram", or set {SETTING} to 1')
     if config.cache.tiers.host_blocks:
         raise ConfigError(
@@ -86,8 +88,8 @@ def check_pipeline(config: EngineConfig) -> None:
 
 
 def resolve_pipeline(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The config of an engine whose layers are divided into `parallel.pipeline` stages: as many micro-batches, and
-    groups of layers that all stages can follow. Raises ConfigError."""
+    """Return the config of an engine with `parallel.pipeline` stages: one micro-batch per stage, and groups of layers
+    that suit all stages. Raises ConfigError."""
     check_pipeline(config)
     num_stages, cache = config.parallel.pipeline, config.cache
     stages = [largest_rank(stage, config.parallel) for stage in stage_models(model, num_stages)]
@@ -97,8 +99,8 @@ def resolve_pipeline(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def join_groups(stages: Sequence[ModelConfig], kv_dtype: str, block_size: int, groups: KVGroups) -> KVGroups:
-    """The groups of layers by which one engine hands out the blocks of all stages. Layers with a window have blocks of
-    their own only if that saves memory on every stage. `groups`: those of the whole model."""
+    """Return the groups of layers by which the engine allocates blocks for all stages. Layers with a window get window
+    blocks only if that saves memory on every stage. `groups`: those of the whole model."""
     if len(stages) == 1 or groups.is_plain:
         return groups
     if groups.num_states:
@@ -114,7 +116,7 @@ def join_groups(stages: Sequence[ModelConfig], kv_dtype: str, block_size: int, g
 
 
 def _check_layers(model: ModelConfig, stage: int, num_stages: int) -> None:
-    """Raise ConfigError if a stage needs what another one has."""
+    """Raise ConfigError if a stage needs something that only another stage has."""
     layers, fix = model.layers, "choose another number of stages"
     for layer in layers:
         source = model.kv_layer_of(layer)

@@ -1,4 +1,4 @@
-"""The settings for KV blocks that do not fit on the device: eviction, preemption, and the host and disk tiers."""
+"""Settings for KV blocks that do not fit on the device: eviction, preemption, and the host and disk tiers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ EVICTION_NAMES: tuple[EvictionName, ...] = get_args(EvictionName)
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """The cache tiers behind the device: host memory, and behind that a folder of files and blocks of other engines. No
-    host blocks: no tiers."""
+    """The cache tiers behind the device: host memory, then a folder of files and the blocks of other engines. Without
+    host blocks there are no tiers."""
 
     host_blocks: int = 0  # size of the host tier
     disk_path: str = ""  # folder of the disk tier, one file per block; "": no disk tier
     disk_blocks: int = 0  # size of the disk tier
     write: TierWrite = "back"  # back: save blocks when the device evicts them; through: when they are computed
-    block_bytes: int = 0  # bytes of one block; 0: unknown, as no model is loaded
-    transport: TransportConfig | None = None  # to other engines, for prefill / decode disaggregation
+    block_bytes: int = 0  # bytes of one block; 0: unknown, because no model is loaded
+    transport: TransportConfig | None = None  # exchanges blocks with other engines, for prefill / decode disaggregation
 
     def __post_init__(self) -> None:
         if self.host_blocks < 0 or self.disk_blocks < 0:
-            raise ConfigError("host_cache_memory", "holds no negative number of blocks", "leave it out")
+            raise ConfigError("host_cache_memory", "must not be negative", "leave it out")
         if bool(self.disk_path) != bool(self.disk_blocks):
             raise ConfigError("disk_cache_path", "must be given together with disk_cache_memory", "give both")
         if self.disk_path and not self.host_blocks:
@@ -47,7 +47,7 @@ class TierConfig:
 
     @property
     def outlives_process(self) -> bool:
-        """Whether blocks are kept where another process finds them, which may have another model."""
+        """Whether blocks are kept where other processes, perhaps with another model, can find them."""
         return bool(self.disk_path) or self.transport is not None
 
     @property
@@ -56,7 +56,7 @@ class TierConfig:
 
 
 def read_eviction(name: str | None) -> EvictionName:
-    """Return the eviction policy of a name; lru if none is given. Raises ConfigError for an unknown name."""
+    """Return the eviction policy of this name; lru if None. Raises ConfigError for an unknown name."""
     if name is None:
         return "lru"
     if name not in EVICTION_NAMES:
@@ -65,7 +65,7 @@ def read_eviction(name: str | None) -> EvictionName:
 
 
 def read_preemption(name: object) -> PreemptionName:
-    """Return the preemption mode of a name. Raises ConfigError for an unknown name."""
+    """Return the preemption mode of this name. Raises ConfigError for an unknown name."""
     for known in PREEMPTION_NAMES:
         if name == known:
             return known
@@ -95,10 +95,10 @@ def read_tiers(
         if host is None and swap_space is None:
             host_bytes = DEFAULT_HOST_MEMORY
         if transport.puts and write == "back":
-            reason = f'"back" leaves blocks on the device, and kv_role {transport.role!r} sends what it computes'
+            reason = f'"back" saves blocks when they are evicted, too late for kv_role {transport.role!r}'
             raise ConfigError("tier_write", reason, "leave it out")
     if write is not None and not host_bytes:
-        raise ConfigError("tier_write", "means nothing without host_cache_memory", "add that, or leave it out")
+        raise ConfigError("tier_write", "has no effect without host_cache_memory", "add that, or leave it out")
     if (disk_path is None) != (disk is None):
         missing = "disk_cache_path" if disk_path is None else "disk_cache_memory"
         raise ConfigError(missing, "is missing: the disk tier needs a folder and a size", "give both or neither")
@@ -125,13 +125,13 @@ def check_tiers(tiers: TierConfig, preemption: PreemptionName, policy: PolicyNam
     if tiers.enabled and layout == "virtual":
         raise ConfigError("host_cache_memory", 'moves blocks, and kv_layout "virtual" maps them in place', _LEAVE_OUT)
     if tiers.enabled and policy in RESERVING:
-        reason = f"moves blocks, and the {policy!r} policy gives each sequence a run of its own"
+        reason = f"needs blocks allocated on demand, and the {policy!r} policy reserves adjacent ones"
         raise ConfigError("host_cache_memory", reason, _LEAVE_OUT)
 
 
 def resolve_tiers(asked: TierConfig, block_bytes: int, host_field: str = "host_cache_memory") -> TierConfig:
-    """Convert the sizes of the tiers from bytes to blocks. Raises ConfigError if a tier holds no block; `host_field` is
-    the setting that gave the size of the host tier."""
+    """Convert the sizes of the tiers from bytes to blocks. Raises ConfigError if a tier is too small for one block;
+    `host_field` is the setting that gave the size of the host tier."""
     for name, size in ((host_field, asked.host_blocks), ("disk_cache_memory", asked.disk_blocks)):
         if 0 < size < block_bytes:
             reason = f"{format_size(size)} hold no block: one takes {format_size(block_bytes)}"

@@ -1,4 +1,4 @@
-"""The settings of prefill / decode disaggregation: which role an engine has, and the transport of its KV blocks."""
+"""Settings of prefill / decode disaggregation: the role of an engine, and the transport of its KV blocks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.types.errors import ConfigError
 
 KVRole = Literal["prefill", "decode", "both"]
 KV_ROLES: tuple[KVRole, ...] = get_args(KVRole)
-DEFAULT_MEMORY = GIB  # what the transport keeps for other engines
-DEFAULT_HOST_MEMORY = GIB  # what goes to the transport and comes from it passes through host memory
+DEFAULT_MEMORY = GIB  # bytes of blocks that the transport keeps for other engines
+DEFAULT_HOST_MEMORY = GIB  # size of the host tier, through which all transported blocks pass
 MAX_PEERS = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _TCP_FIX = "write it like tcp://127.0.0.1:7000"
@@ -22,13 +22,14 @@ _TCP_FIX = "write it like tcp://127.0.0.1:7000"
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    """How an engine shares KV blocks with others. A prefill engine puts what it computes, a decode engine gets it."""
+    """How an engine shares KV blocks with other engines. A prefill engine puts the blocks it computes, a decode engine
+    gets them."""
 
     role: KVRole
-    name: str = ""  # of the shared memory; "": TCP
-    addresses: tuple[tuple[str, int], ...] = ()  # hosts and ports: where it listens (prefill), or its peers (decode)
-    memory: int = DEFAULT_MEMORY  # bytes of blocks that are kept for others
-    token_file: str = ""  # whose first line is the secret that both ends know
+    name: str = ""  # name of the shared memory; "": TCP
+    addresses: tuple[tuple[str, int], ...] = ()  # host and port: listen address (prefill), or peers (decode)
+    memory: int = DEFAULT_MEMORY  # bytes of blocks kept for other engines
+    token_file: str = ""  # file whose first line is the secret that both ends share
 
     @property
     def puts(self) -> bool:
@@ -44,7 +45,7 @@ def read_transport(role: object, url: object, memory: int | str | None, token_fi
     if url is None and role is None:
         for field, value in (("kv_transport_memory", memory), ("kv_token_file", token_file)):
             if value is not None:
-                raise ConfigError(field, "means nothing without kv_transport", "add that, or leave it out")
+                raise ConfigError(field, "has no effect without kv_transport", "add that, or leave it out")
         return None
     if role is None or url is None:
         missing, given = ("kv_role", "kv_transport") if role is None else ("kv_transport", "kv_role")
@@ -99,7 +100,7 @@ def _read_address(text: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host."""
+    """Whether only this machine can reach the address `host`."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""The vision tower of a model that takes images, and how images are prepared for it."""
+"""The vision tower of a model that accepts images, and how images are prepared for it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from quire.types.errors import ConfigError
 
-Channels = tuple[float, float, float]  # a number for each of red, green and blue
+Channels = tuple[float, float, float]  # one value each for red, green and blue
 
-USUAL_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)  # of the images that CLIP was trained with
+USUAL_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)  # mean and standard deviation of CLIP's training images
 USUAL_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
-MAX_IMAGES = 16  # of a request, unless it is set
-FEWEST_TOKENS = 4  # of an image: the keys of cached blocks have 31 bits of its content hash for each of them
+MAX_IMAGES = 16  # default limit of images per request
+FEWEST_TOKENS = 4  # per image, because each token carries 31 bits of the image's hash in block keys
 
 
 @dataclass(frozen=True, slots=True)
 class ImageGrid:
-    """How pixels become tokens: a token stands for a square of `unit` pixels a side. Images are resized to whole
-    squares, of at least `min_pixels` and at most `max_pixels` in all."""
+    """How an image becomes tokens: each token covers a square of `unit` x `unit` pixels. Images are resized to whole
+    squares, with at least `min_pixels` and at most `max_pixels` pixels in total."""
 
-    token_id: int  # the placeholder of a token
+    token_id: int  # the placeholder token
     unit: int = 28
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
@@ -33,34 +33,34 @@ class ImageGrid:
 
     @property
     def max_bytes(self) -> int:
-        """Of the pixels of one image, resized."""
+        """Bytes of the pixels of the largest image after resizing."""
         return self.max_tokens * self.unit**2 * 3
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """What the engine takes of images: their grid, how many in a request, and how many tokens of images a step may
-    encode (one image always)."""
+    """Limits of images: their grid, the images per request, and the image tokens that a step may encode (at least one
+    image is always encoded)."""
 
     grid: ImageGrid
     max_images: int = MAX_IMAGES
     max_encoded_tokens: int = 2_048
-    max_kept_tokens: int = 4_096  # whose vectors are kept after they were used, for requests with the same images
+    max_kept_tokens: int = 4_096  # image tokens whose vectors are cached for requests with the same images
 
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """The numbers of a vision transformer over patches of an image, of which `merge` x `merge` become one token."""
+    """The sizes of a vision transformer over patches of an image. `merge` x `merge` patches become one token."""
 
     grid: ImageGrid
     depth: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    patch: int = 14  # pixels a side
-    merge: int = 2  # patches a side
-    frames: int = 2  # of a patch in time: an image is the same in each
-    window: int | None = None  # pixels a side that a patch sees, in all blocks but `full_blocks`; None: the whole image
+    patch: int = 14  # pixels per side
+    merge: int = 2  # patches per side
+    frames: int = 2  # frames per patch (video); a still image is repeated
+    window: int | None = None  # pixels per side of the attention window, except in `full_blocks`; None: no window
     full_blocks: tuple[int, ...] = ()
     is_gated: bool = True  # RMSNorm and a gated MLP (Qwen2.5-VL); else LayerNorm and a plain one (Qwen2-VL)
     mean: Channels = USUAL_MEAN  # of pixels in [0, 1]
@@ -73,7 +73,7 @@ def resolve_images(
     mm_processor_kwargs: Mapping[str, Any] | None,
     max_encoded_tokens: int,
 ) -> ImageLimits | None:
-    """Return what an engine takes of images, by the settings that vLLM has for it; None: no images. Raises
+    """Return the limits of images, from vLLM's settings for them; None: the engine accepts no images. Raises
     ConfigError."""
     given = {"limit_mm_per_prompt": limit_mm_per_prompt, "mm_processor_kwargs": mm_processor_kwargs}
     known = {"limit_mm_per_prompt": ("image",), "mm_processor_kwargs": ("min_pixels", "max_pixels")}
@@ -103,7 +103,7 @@ def resolve_images(
 
 
 def image_bytes(vision: Vision, limits: ImageLimits, hidden_size: int, weight_bytes: int) -> int:
-    """Return the bytes that encoding the largest image takes, and those of the vectors that are kept."""
+    """Return the bytes that encoding the largest image takes, plus those of the cached image vectors."""
     inner, size = vision.intermediate_size, vision.hidden_size
     numbers = 8 * size + 3 * inner + 3 * vision.frames * vision.patch**2
     largest = limits.grid.max_tokens * vision.merge**2
@@ -113,7 +113,7 @@ def image_bytes(vision: Vision, limits: ImageLimits, hidden_size: int, weight_by
 
 
 def check_media_path(path: str | None, images: ImageLimits | None) -> None:
-    """Raise ConfigError for a folder of images if the model takes none."""
+    """Raise ConfigError if a folder of images is given for a model without images."""
     if path and images is None:
         reason = "is a folder of images, and this model takes none"
         raise ConfigError("allowed_local_media_path", reason, "leave it out")

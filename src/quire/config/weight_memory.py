@@ -1,4 +1,4 @@
-"""The memory of a model's weights, as the layers will hold them."""
+"""Memory of a model's weights in the form in which the layers hold them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from quire.config.model import DTYPE_BYTES, ModelConfig, integer_bytes, packed_b
 
 
 def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, has_triton: bool) -> int:
-    """Bytes of the weights. `has_triton`: the Triton backend runs the model."""
+    """Return the bytes of the weights. `has_triton`: the Triton backend runs the model."""
     if config.device.device == "cpu":
         return _on_cpu(model, config, facts)
     return _on_gpu(model, config, facts, has_triton=has_triton)
 
 
 def _on_gpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, has_triton: bool) -> int:
-    """The Triton backend holds quantized weights as such; elsewhere they are expanded to the run dtype."""
+    """Return the bytes of the weights on a GPU. The Triton backend keeps quantized weights quantized; other backends
+    expand them to the run dtype."""
     quantization, levels = config.device.quantization, model.levels
     weight_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
     if not has_triton:
@@ -29,10 +30,13 @@ def _on_gpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, h
 
 
 def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
-    """Half-precision weights are repacked, so a tied output head has a copy besides the embedding table. bfloat16
-    weights of the layers and of an untied head stay bfloat16 for float32 rows. The native kernels keep a quantized
-    embedding table as it is stored, and with integer products, `level_panels` or `tile_units` all quantized weights;
-    with integer products a tied head is the table."""
+    """Return the bytes of the weights on a CPU.
+
+    16-bit weights are repacked, so a tied output head is a second copy of the embedding table. For float32 rows,
+    bfloat16 weights of the layers and of an untied head stay bfloat16. The native kernels keep a quantized embedding
+    table as stored, and with integer arithmetic, `level_panels` or `tile_units` all quantized weights. With integer
+    arithmetic a tied head uses the table itself.
+    """
     quantization, levels, dtype = config.device.quantization, model.levels, config.device.dtype
     weight_bytes = facts.weight_bytes(dtype, "cpu")
     table = (model.vocab_size if model.eagle is None else model.eagle.vocab_size) * model.hidden_size
@@ -49,7 +53,7 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
         "bfloat16": facts.tile_units or panels,
     }.get(dtype, False)
     if has_levels and keeps_levels:
-        table_bytes = 0 if integer else levels.table_bytes  # panels are among those held; a tied head's are the table
+        table_bytes = 0 if integer else levels.table_bytes  # integer_bytes counts the panels, which a tied head shares
         beside = table_bytes if levels.has_table else copied * weight_bytes
         held = levels.integer_bytes if integer else levels.num_bytes
         return (model.num_parameters - levels.parameters) * weight_bytes + held + beside - saved
@@ -57,7 +61,7 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
         small = model.layer_weights[0]
         nibbles = quantization == "int4"
         held = packed_bytes(small, nibbles=nibbles)
-        if integer and not nibbles:  # without offsets
+        if integer and not nibbles:  # panels without offsets
             held = integer_bytes(small, -127, 127, has_offsets=False, group=32)
         return (model.num_parameters - small + copied) * weight_bytes + held - saved
     if weight_bytes == DTYPE_BYTES["float32"] and saved:
@@ -69,9 +73,11 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
 
 
 def _halved(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
-    """The weights that float32 rows are multiplied by and that stay bfloat16, as their checkpoint has them. Of a GGUF
-    file with quantized weights none are counted, of an encoder there are none. Stages count none beside the blocks:
-    which of them has the output head is not known here."""
+    """Return the number of weights that stay bfloat16 and are multiplied by float32 rows.
+
+    0 for encoders and for GGUF files with quantized weights. With pipeline stages only weights in blocks are counted,
+    because it is not known here which stage has the output head.
+    """
     if config.device.dtype != "float32" or model.dtype != "bfloat16" or not facts.has_halves("float32"):
         return 0
     levels = model.levels
@@ -83,7 +89,8 @@ def _halved(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
 
 
 def _quantized(model: ModelConfig, quantization: str) -> tuple[int, int]:
-    """The weights that a GPU holds quantized, and their bytes: fp8 and int8 have a float32 scale for each output."""
+    """Return the number of weights that a GPU holds quantized, and their bytes. fp8 and int8 have a float32 scale per
+    output."""
     if quantization == "int4":
         return model.weights.int4_parameters, model.weights.int4_bytes
     small, outputs = model.layer_weights

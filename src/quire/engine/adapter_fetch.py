@@ -1,4 +1,4 @@
-"""Reads LoRA adapters again that have left host memory, while the engine goes on."""
+"""Reads LoRA adapters that have left host memory again, while the engine continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ logger = logging.getLogger("quire.engine")
 
 
 class Fetched(NamedTuple):
-    """The reading of an adapter has ended. `found`: what its folder holds by now; "": it could not be read."""
+    """The reading of an adapter has ended. `found` is the digest of what its folder now holds; "" if it could not be
+    read."""
 
     digest: str
     found: str
@@ -26,14 +27,14 @@ class Fetched(NamedTuple):
 
 class AdapterFetch(Protocol):
     def order(self, info: AdapterInfo) -> None:
-        """Begin to read an adapter into host memory."""
+        """Start to read an adapter into host memory."""
 
     def take(self) -> list[Fetched]:
         """Return the adapters whose reading has ended since the last call. Never waits."""
 
 
 class ThreadedFetch:
-    """Reads adapters one after the other in a thread, which lives while there is something to read."""
+    """Reads adapters one after the other in a thread. The thread ends when there is nothing left to read."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -64,8 +65,8 @@ class ThreadedFetch:
 
 
 class PatientFetch:
-    """Reads an adapter when it is ordered, and waits for it, so that engines which get the same requests plan the same
-    steps, whatever time reading takes."""
+    """Reads each adapter synchronously in `order`. Engines that receive the same requests then plan the same steps,
+    independent of how long reading takes."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

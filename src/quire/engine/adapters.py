@@ -1,4 +1,4 @@
-"""The LoRA adapters that requests may name, and who uses them. EngineCore owns the table."""
+"""The LoRA adapters that requests may name, and the live requests that use each. EngineCore owns the table."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ from quire.types.request import Submit
 MAX_ADAPTERS = 4_096  # names
 _NAME = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,256}")  # no control character or line break
 _SHOWN = 16  # names in a message
-_REMEMBERED = 16_384  # requests whose forks are checked
-_COUNTED = 64  # adapters whose requests are counted one by one
+_REMEMBERED = 16_384  # recent requests whose adapter is remembered, to check requests that branch from them
+_COUNTED = 64  # adapters whose requests are counted separately
 
 
 class AdapterTable:
-    """Names -> adapters, and the live requests of each by digest. The executor keeps an adapter in host memory until no
-    name and no live request uses it: a request goes on with the adapter that its name meant when it was submitted.
+    """Maps names to adapters, and counts the live requests of each digest.
 
-    One thread calls it, but `read` may be called by any thread between `begin_load` and `finish_load`.
+    The executor keeps an adapter in host memory until no name and no live request uses it. A request keeps the adapter
+    that its name meant when it was submitted. One thread calls this class; only `read` may be called by any thread
+    between `begin_load` and `finish_load`.
     """
 
     def __init__(self, slots: AdapterSlots, executor: Executor, observer: EngineObserver) -> None:
         self._slots, self._executor, self._observer = slots, executor, observer
         self._infos: dict[str, AdapterInfo] = {}  # by name
-        self._loading: Counter[str] = Counter()  # names that are being loaded
+        self._loading: Counter[str] = Counter()  # names being loaded
         self._names: Counter[str] = Counter()  # by digest: how many names it has
         self._users: Counter[str] = Counter()  # by digest: live requests
-        self._unused: dict[str, None] = {}  # digests that the executor may forget when nothing is loaded
+        self._unused: dict[str, None] = {}  # digests that the executor may forget once nothing is being loaded
         self._requests: Counter[str] = Counter()  # by name: requests since it was loaded
-        self._used: dict[str, tuple[str, str]] = {}  # by request id: name and digest of its adapter, the last last
-        self._known: dict[str, AdapterInfo] = {}  # by digest: where it was read last, until the executor forgets it
-        self._fetching: set[str] = set()  # digests that are read again
+        self._used: dict[str, tuple[str, str]] = {}  # by request id: name and digest of its adapter, most recent last
+        # By digest: the folder it was last read from, until the executor forgets it.
+        self._known: dict[str, AdapterInfo] = {}
+        self._fetching: set[str] = set()  # digests being read again
         self.fetch: AdapterFetch = ThreadedFetch(executor)
         slots.host.order = self._read_again
 
     # ------------------------------------------------------------------------------------------------------ requests
     def resolve(self, request: Submit) -> Submit:
-        """Return a request with the digest of the adapter that it names. Raises InvalidRequest if there is none of that
-        name, or if the request forks another one, which ran with other content of that name."""
+        """Return the request with the digest of the adapter that it names. Raises InvalidRequest if no adapter has that
+        name, or if the request branches from another one that ran with different content under that name."""
         name = request.adapter
         if not name:
             return request if not request.adapter_digest else replace(request, adapter_digest="")
@@ -61,7 +63,7 @@ class AdapterTable:
             used, before = self._used.get(request.source.request_id, (name, digest))
             if used == name and before != digest:
                 reason = f"{name!r} was replaced since {request.source.request_id!r:.80} ran with it"
-                raise InvalidRequest("source.adapter", reason, "send the prompt again, or load what it was before")
+                raise InvalidRequest("source.adapter", reason, "send the prompt again, or load the earlier adapter")
         return replace(request, adapter_digest=digest)
 
     def hold(self, request: Submit) -> None:
@@ -92,7 +94,7 @@ class AdapterTable:
 
     # ------------------------------------------------------------------------------------------- loading and unloading
     def load(self, name: str, folder: str, *, in_place: bool = False) -> AdapterInfo:
-        """Read an adapter and give it a name. Waits. Raises InvalidRequest."""
+        """Read an adapter and register it under a name. Blocks until it is read. Raises InvalidRequest."""
         self.begin_load(name, in_place=in_place)
         info = None
         try:
@@ -102,8 +104,8 @@ class AdapterTable:
         return info
 
     def begin_load(self, name: str, *, in_place: bool = False) -> None:
-        """Check that an adapter of this name may be loaded; `finish_load` must follow. With `in_place`, another adapter
-        may have the name: later requests get the new one. Raises InvalidRequest."""
+        """Check that an adapter may be loaded under this name; `finish_load` must follow. With `in_place`, the name may
+        be in use: later requests get the new adapter. Raises InvalidRequest."""
         self._check_enabled("lora_name")
         if _NAME.fullmatch(name) is None or name != name.strip():
             reason = f"{name!r:.80} is no name of an adapter"
@@ -117,18 +119,18 @@ class AdapterTable:
         self._loading[name] += 1
 
     def read(self, name: str, folder: str) -> AdapterInfo:
-        """Read an adapter into host memory. Waits; any thread may call it. Raises InvalidRequest."""
+        """Read an adapter into host memory. Blocks; any thread may call it. Raises InvalidRequest."""
         return self._executor.read_adapter(name, folder)
 
     def finish_load(self, name: str, info: AdapterInfo | None) -> None:
-        """Give a name to the adapter that was read; None: it could not be read."""
+        """Register the adapter that was read under `name`; `info` is None if it could not be read."""
         del self._loading[name]
         if info is not None:
             self.add(info)
         self._forget_unused()
 
     def add(self, info: AdapterInfo) -> None:
-        """Give a name to an adapter that the executor has read. It replaces another one of that name."""
+        """Register an adapter that the executor has read. It replaces an adapter of the same name."""
         before = self._infos.get(info.name)
         self._infos[info.name] = info
         self._names[info.digest] += 1
@@ -139,7 +141,7 @@ class AdapterTable:
             self._unname(before)
 
     def unload(self, name: str) -> AdapterInfo:
-        """Take a name away. Live requests of the adapter go on. Raises InvalidRequest if there is no such name."""
+        """Remove a name. Live requests of its adapter continue. Raises InvalidRequest if there is no such name."""
         self._check_enabled("lora_name")
         info = self._infos.pop(name, None)
         if info is None:
@@ -158,8 +160,8 @@ class AdapterTable:
         self._forget_if_unused(info.digest)
 
     def _forget_if_unused(self, digest: str) -> None:
-        """Drop an adapter that no name and no live request uses. While adapters are read it must wait: what is being
-        read may be the same."""
+        """Let the executor forget an adapter that no name and no live request uses. Deferred while adapters are being
+        read, because one of them may be the same adapter."""
         if self._names[digest] or self._users[digest]:
             return
         if self._loading or self._fetching:
@@ -183,7 +185,7 @@ class AdapterTable:
         self.fetch.order(self._known[digest])
 
     def take_fetched(self) -> None:
-        """Note which adapters were read again, and begin to read the next. Called once for each step. Never waits."""
+        """Note which adapters have been read again, and start to read the next. Called once per step; never blocks."""
         if not self._fetching:
             self._slots.host.fetch()
             return
@@ -192,7 +194,7 @@ class AdapterTable:
             self._slots.host.arrived(fetched.digest, was_read=fetched.was_read)
             self._observer.adapter_fetched(fetched.digest, was_read=fetched.was_read)
             if fetched.found and not fetched.was_read:
-                self._unused[fetched.found] = None  # its files changed, and nobody asked for what they hold now
+                self._unused[fetched.found] = None  # its files have changed, and no request uses the new content
         self._forget_unused()
 
     # ------------------------------------------------------------------------------------------------------- accounts
@@ -211,7 +213,7 @@ class AdapterTable:
         )
 
     def check(self, live: Iterable[Group]) -> None:
-        """Assert that names and users of every digest are counted right, and that nothing else is kept."""
+        """Assert that names and users are counted correctly for every digest, and that nothing else is kept."""
         users = Counter(group.request.adapter_digest for group in live if group.request.adapter_digest)
         names = Counter(info.digest for info in self._infos.values())
         assert +self._users == users

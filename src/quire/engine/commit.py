@@ -28,13 +28,13 @@ class RowColumns(NamedTuple):
 
     rows: Ints
     version: int
-    places: npt.NDArray[np.intp]  # the rows, as numpy indexes fastest
-    starts: npt.NDArray[np.intp]  # where the outputs of each row begin in the table's memory
+    places: npt.NDArray[np.intp]  # the rows as intp, with which numpy indexes fastest
+    starts: npt.NDArray[np.intp]  # offset of each row's outputs in the table's memory
     leases: npt.NDArray[np.int64]
     handles: npt.NDArray[np.int64]
-    streamed: npt.NDArray[np.bool_] | None  # [rows], False: its tokens are not streamed; None: all are streamed
+    streamed: npt.NDArray[np.bool_] | None  # [rows], whether its tokens are streamed; None: all are
     end_ids: Ints  # [k, rows]
-    many_end_ids: tuple[tuple[int, frozenset[int]], ...]  # (place in `rows`, end ids) of rows that have more than k
+    many_end_ids: tuple[tuple[int, frozenset[int]], ...]  # (index in `rows`, end ids) of rows that have more than k
     limits: Ints
 
     @classmethod
@@ -70,7 +70,7 @@ class Committer:
         self._columns = [_NOTHING] * len(scheduler.micro_batches)
 
     def prepare(self, plan: StepPlan) -> InFlightStep:
-        """Return the step in flight for a plan: which rows get its samples, and the leases they have now."""
+        """Return the InFlightStep for a plan: the rows that get its samples, and their current leases."""
         table, rows, micro_batch = self._scheduler.rows, self._scheduler.ahead_rows, self._scheduler.micro_batch
         masks, awaits, count = self._scheduler.masks if plan.guided else None, plan.guided, plan.num_tokens
         if not plan.chunks and not plan.new_rows and len(rows) == len(plan.decode_rows):
@@ -89,15 +89,18 @@ class Committer:
         return InFlightStep(plan, rows, leases, version, noted, now, places, paced, masks, awaits, micro_batch, count)
 
     def _gather(self, rows: Ints, micro_batch: int) -> RowColumns:
-        """Return the table's columns for `rows`. Steady decoding gets the same object again."""
+        """Return the table's columns for `rows`. During steady decoding this is the same object as before."""
         table, columns = self._scheduler.rows, self._columns[micro_batch]
         if columns.rows is not rows or columns.version != table.version:
             columns = self._columns[micro_batch] = RowColumns.of(rows, table)
         return columns
 
     def commit(self, step: InFlightStep, result: StepResult) -> tuple[Batch, int]:
-        """Commit the tokens of rows that still have the lease they had in the step; drop all others. End the sequences
-        that are complete. Returns the batch of tokens to stream, and how many tokens were generated."""
+        """Commit the tokens of rows that still have the lease they had in the step, and drop all others. End the
+        sequences that are complete.
+
+        Returns the batch of tokens to stream, and how many tokens were generated.
+        """
         for failure in result.failures:
             if (sequence := self._sequence_if_leased(step.lease_of(failure.row), failure.row)) is not None:
                 self._scheduler.adapters.note_failure(sequence.group)
@@ -106,7 +109,7 @@ class Committer:
         rows, tokens = step.rows, result.token_ids if step.places is None else result.token_ids[step.places]
         if table.version != step.version:
             is_leased = table.leases[rows.astype(np.intp)] == step.leases
-            if np.count_nonzero(is_leased) < len(rows):  # faster than all() of numpy's arrays
+            if np.count_nonzero(is_leased) < len(rows):  # faster than ndarray.all()
                 rows, tokens = rows[is_leased], tokens[is_leased]
         if step.plan.chunks:
             self._note_first_tokens(step)
@@ -128,14 +131,14 @@ class Committer:
         if paced or columns.streamed is not None:
             batch = _with_paced(columns, tokens, paced, logprobs)
         for sequence, token in ended:
-            if sequence.row is not None:  # otherwise its group has failed meanwhile
+            if sequence.row is not None:  # otherwise its group has failed in the meantime
                 self._end_with(sequence, token)
         self._follow_up(columns, tokens, paced)
         return batch, len(tokens) + (sum([len(verified.tokens) for _, verified in paced]) if paced else 0)
 
     def _end_with(self, sequence: Sequence, token: int) -> None:
-        """End a sequence that ran ahead to an end token or to its length limit. A grammar that is complete with the
-        last token within the limit counts as the end, as in paced steps."""
+        """End a sequence that ran ahead to an end token or to its length limit. If the grammar is complete at the
+        length limit, the finish reason is that of the grammar, as in paced steps."""
         ending: Ending = explain_end(token, sequence.group.request.rules)
         if sequence.controller.is_guided and ending[0] == "length":
             try:
@@ -159,8 +162,8 @@ class Committer:
             self._paced.finish(paced)
 
     def _observe(self, rows: Index, tokens: Ints) -> None:
-        """Pass the tokens of rows that run ahead to their draft proposers. Pace the sequences that are worth a
-        draft."""
+        """Pass the tokens of rows that run ahead to their draft proposers, and pace the sequences for which a draft is
+        expected to be worth its cost."""
         table = self._scheduler.rows
         (places,) = table.observed[rows].nonzero()
         sequences = tuple([table.sequence_at(row) for row in rows[places].tolist()])
@@ -187,7 +190,7 @@ class Committer:
             sequence = sequences[row]
             assert sequence is not None
             group = sequence.group
-            if group.held_chunks is not None:  # after a preemption it may be in another slot
+            if group.held_chunks is not None:  # after a preemption its adapter may be in another slot
                 self._scheduler.note_token(group)
             if not group.has_token:
                 group.has_token = True
@@ -216,7 +219,7 @@ class Committer:
         return tuple(taken)
 
     def _sequence_if_leased(self, lease: int | None, row: int) -> Sequence | None:
-        """Return the sequence of a row, if the row still has this lease."""
+        """Return the sequence of a row, or None if the row no longer has this lease."""
         table = self._scheduler.rows
         return table.sequences[row] if lease == table.lease_of[row] else None
 

@@ -1,7 +1,4 @@
-"""The engine core: it accepts requests, and each `step` plans a step, launches it, and commits the oldest result.
-
-It only orders the parts: submission.py checks requests and makes groups, scheduler/ makes plans, in_flight.py keeps
-launched steps, commit.py takes in results."""
+"""The engine core: it accepts requests, and each `step` plans a step, launches it, and commits the oldest result."""
 
 from __future__ import annotations
 
@@ -241,7 +238,7 @@ class EngineCore:
                     continue
                 self._enqueue(group, compilation.matcher(group.request.rules))
                 del self._compiling[group]
-                for index in [sample.index for sample in group.ended]:  # samples that were aborted meanwhile
+                for index in [sample.index for sample in group.ended]:  # samples that were aborted in the meantime
                     self._scheduler.end(group.live.pop(next(i for i, s in enumerate(group.live) if s.index == index)))
             except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
                 self._fail(group, fault_of(error))
@@ -324,7 +321,8 @@ class EngineCore:
             self.pins.pin_or_release(group.request, message)
 
     def _die(self, error: Exception) -> None:
-        """Stop the engine after a fatal error, as of the executor. All requests end; no more are accepted."""
+        """Stop the engine after a fatal error, such as one of the executor. All requests end with an error, and no more
+        are accepted."""
         self._dead = f"the engine stopped: {error!r}"
         self._pipeline.clear()
         for request_id, group in list(self._groups.items()):
@@ -353,7 +351,7 @@ class EngineCore:
 
     @property
     def counts(self) -> tuple[int, int, int, int, int]:
-        """Held blocks, running groups, waiting groups; preemptions and swaps since the start."""
+        """Held blocks, running and waiting groups; preemptions and swaps since the start."""
         scheduler = self._scheduler
         queues = len(scheduler.running), len(scheduler.waiting)
         return scheduler.pool.num_used, *queues, scheduler.num_preemptions, scheduler.preemption.num_swaps
@@ -367,7 +365,7 @@ class EngineCore:
 
     @property
     def num_ready(self) -> int:
-        """Waiting requests that could run now, but get no rows, no blocks or no tokens of a step yet."""
+        """Waiting requests that could run now if rows, blocks and tokens of a step were available."""
         return self._scheduler.waiting.num_ready
 
     def block_map(self) -> BlockMap:

@@ -1,4 +1,4 @@
-"""The core of an engine whose model is an encoder: it accepts texts, and each `step` encodes one batch of them."""
+"""EncoderCore: the core of an engine whose model is an encoder. It accepts texts, and each `step` encodes one batch."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ _NO_SAMPLES = np.empty(0, dtype=np.int64)
 
 
 class BatchEncoder(Protocol):
-    """Runs an encoder. The core knows nothing else of devices."""
+    """Runs an encoder. The core knows nothing else about devices."""
 
     def encode(self, requests: Sequence[Submit]) -> list[bytes]:
-        """The float32 numbers of each request, a row for each of its texts. An exception is fatal to the engine."""
+        """Return the float32 results of each request, one row per text. An exception is fatal to the engine."""
 
     def close(self) -> None:
         """Release the device. Idempotent."""
 
 
 class TextQueue:
-    """Waiting requests, each with a few texts. Those of one tenant are in order; tenants take turns, so that one with
-    many texts holds up no other for longer than a batch takes, times their number. The server makes a tenant of every
-    HTTP request."""
+    """Waiting requests, each with a few texts. Requests of one tenant stay in order, and tenants take turns, so a
+    tenant with many texts delays each other tenant by one batch per turn at most. The server uses a separate tenant for
+    every HTTP request."""
 
     def __init__(self, max_tokens: int, max_texts: int) -> None:
         self._max_tokens, self._max_texts = max_tokens, max_texts
-        self._tenants: dict[str, deque[Submit]] = {}  # in the order of their turns
-        self._live: dict[str, Submit] = {}  # others in `_tenants` were removed
+        self._tenants: dict[str, deque[Submit]] = {}  # in the order in which they take turns
+        self._live: dict[str, Submit] = {}  # by id; requests in `_tenants` that are not here were removed
 
     def __len__(self) -> int:
         return len(self._live)
 
     def add(self, request: Submit) -> None:
-        """Append a request. None of those in the queue has its id."""
+        """Append a request. Its id must not be in the queue."""
         self._tenants.setdefault(request.tenant, deque()).append(request)
         self._live[request.request_id] = request
 
     def remove(self, request: Submit) -> None:
-        """Remove a request from any place. It must be in the queue."""
+        """Remove a request, which must be in the queue."""
         del self._live[request.request_id]
 
     def take(self) -> list[Submit]:
-        """The requests of the next batch: at least one, and others while there is room for their tokens and texts."""
+        """Return the requests of the next batch: at least one, and more while their tokens and texts fit."""
         batch: list[Submit] = []
         tokens_left, texts_left = self._max_tokens, self._max_texts
         while self._live:
@@ -66,7 +66,7 @@ class TextQueue:
             if requests:
                 num_tokens, num_texts = len(requests[0].prompt_token_ids), _num_texts(requests[0])
                 if batch and (num_tokens > tokens_left or num_texts > texts_left):
-                    self._tenants = {tenant: requests, **self._tenants}  # it is the first of the next batch
+                    self._tenants = {tenant: requests, **self._tenants}  # this tenant is first in the next batch
                     return batch
                 batch.append(requests.popleft())
                 del self._live[batch[-1].request_id]
@@ -91,8 +91,8 @@ class _Counters:
 
 
 class EncoderCore:
-    """Accepts texts and runs steps, as EngineCore does with prompts: every accepted request gets exactly one terminal
-    message. It has no KV cache and samples nothing. A row with a number that is not finite fails its request.
+    """Accepts texts and runs steps, like EngineCore does for prompts: every accepted request gets exactly one terminal
+    message. It has no KV cache and samples nothing. A result that is not finite fails its request.
 
     Not thread-safe: one thread submits, aborts and steps. An exception of the encoder ends all requests.
     """
@@ -132,7 +132,7 @@ class EncoderCore:
         return self._next_handle - 1
 
     def abort(self, abort: Abort) -> None:
-        """End a request that waits. The terminal message comes with the next step. Idempotent."""
+        """End a waiting request. The terminal message comes with the next step. Idempotent."""
         found = self._live.get(abort.request_id)
         if found is not None:
             self._queue.remove(found[0])
@@ -144,7 +144,7 @@ class EncoderCore:
 
     @property
     def num_ready(self) -> int:
-        """Waiting texts."""
+        """Number of waiting requests."""
         return len(self._queue)
 
     def slack_seconds(self) -> float:
@@ -220,7 +220,7 @@ class EncoderCore:
         )
 
     def block_map(self) -> BlockMap:
-        """There are no blocks."""
+        """Return an empty map: an encoder has no blocks."""
         return BlockMap(self._counters.steps, 1, (), ())
 
     @property
@@ -238,7 +238,7 @@ class EncoderCore:
 
 
 class NoPins:
-    """An encoder keeps no prompts."""
+    """The pinned prefixes of an encoder: always empty."""
 
     def listing(self) -> tuple[PinnedPrefix, ...]:
         return ()

@@ -1,4 +1,4 @@
-"""The protocol between the engine and the runtime. The engine knows nothing else of devices."""
+"""The protocol between the engine and the runtime. The engine knows nothing else about devices."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class Executor(Protocol):
         """
 
     def supply_masks(self, masks: Masks | None) -> None:
-        """Supply the masks of the last launched plan, which is guided, and start its sampling. None: no sample has one.
+        """Supply the masks of the last launched plan, which is guided, and start its sampling. None: no sample has a
+        mask.
 
         Called exactly once for each guided plan, before the next `launch` and before the plan is collected. A sample
-        that has no mask may choose any token.
+        without a mask may choose any token.
         """
 
     def collect(self) -> StepResult:
@@ -48,11 +49,11 @@ class Executor(Protocol):
 
 @runtime_checkable
 class PreparesMore(Protocol):
-    """An executor that can do ahead, while there are no requests, what later steps would wait for."""
+    """An executor that can do work for later steps ahead of time, while there are no requests."""
 
     def prepare_more(self) -> float | None:
-        """Do a little of it. Called between steps, with none in flight. Returns after how many seconds there may be
-        more to do; None: nothing is left. Never raises."""
+        """Do a small part of the work. Called between steps, with none in flight. Returns the seconds after which there
+        may be more to do; None: nothing is left. Never raises."""
 
     def compile_rest(self) -> None:
-        """Begin all compilations that are left, in the background: nobody calls `prepare_more`."""
+        """Start all remaining compilations in the background, for engines that never call `prepare_more`."""

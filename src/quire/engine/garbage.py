@@ -1,30 +1,30 @@
-"""Garbage collection in the engine's process: between steps, and of new objects only."""
+"""Garbage collection in the engine process: only between steps, and only of new objects."""
 
 from __future__ import annotations
 
 import gc
 
-_NEW = 8_000  # new objects that stay, after which they are looked at: some milliseconds
-_MORE = 500_000  # frozen objects that may be added besides as many as there were
+_NEW = 8_000  # surviving new objects that trigger a collection, which takes some milliseconds
+_MORE = 500_000  # frozen objects that may be added on top of doubling, before all are collected
 
 
 class GarbageCollector:
-    """Collects garbage when the engine's loop says so, in place of Python's own collections, which come in the middle
-    of a step and look at all objects again and again.
+    """Collects garbage when the engine's loop calls it, and replaces Python's automatic collections, which run in the
+    middle of steps and scan all objects repeatedly.
 
-    The engine leaves no reference cycles, so nearly nothing is garbage. Objects that a collection finds alive are
-    frozen: no later one looks at them. When the frozen objects have doubled, one collection looks at all of them, so
+    The engine leaves no reference cycles, so nearly nothing is garbage. Objects that survive a collection are frozen:
+    later collections skip them. When the number of frozen objects has doubled, one collection scans all of them, so
     that cycles of long-lived objects cannot fill the memory of an engine that is never idle.
     """
 
     def __init__(self, new: int = _NEW, more: int = _MORE) -> None:
         self._new, self._more = new, more
-        self._num_added = 0  # objects that were frozen since they were counted; some may be freed already
+        self._num_added = 0  # objects frozen since the last count; some may be freed already
         gc.disable()
-        self._num_frozen = self._collect_all()  # after the last collection of all objects
+        self._num_frozen = self._collect_all()  # objects left after the last collection of all objects
 
     def collect(self) -> None:
-        """Look for garbage among the objects that were made since the last call, if there are enough of them."""
+        """Collect garbage among the objects made since the last call, if there are enough of them."""
         num_new = gc.get_count()[0]
         if num_new < self._new:
             return
@@ -34,11 +34,11 @@ class GarbageCollector:
         most = self._num_frozen + self._more
         if self._num_added > most:
             self._num_added = 0
-            if gc.get_freeze_count() > self._num_frozen + most:  # counting takes long
+            if gc.get_freeze_count() > self._num_frozen + most:  # counting is slow, so it comes last
                 self._num_frozen = self._collect_all()
 
     def _collect_all(self) -> int:
-        """Look for garbage among all objects. Returns how many are left."""
+        """Collect garbage among all objects. Returns how many are left."""
         gc.unfreeze()
         gc.collect()
         gc.freeze()

@@ -21,8 +21,8 @@ _OVER: Ending = ("stop", None)
 class GuidedRows:
     """Advances the grammars of guided rows by their new tokens, and computes the masks of their next samples.
 
-    Threads do both between `start_masks` and `finish_masks`, while the device computes. `end` ends a sequence; `fail`
-    ends a request with its own fault.
+    Both happen in threads between `start_masks` and `finish_masks`, while the device computes. `end` ends a sequence;
+    `fail` ends a request with its own fault.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class GuidedRows:
         num_rows = len(scheduler.rows.sequences)
         self._table: MaskTable | None = None  # made with the first guided row
         self._leases = np.zeros(num_rows, dtype=np.int64)  # the lease under which each row's last mask was made
-        self._counts = np.zeros(num_rows, dtype=np.int32)  # the number of outputs after which that mask holds
+        self._counts = np.zeros(num_rows, dtype=np.int32)  # the number of outputs after which that mask applies
         self._is_changed = np.zeros(num_rows, dtype=np.bool_)  # whether the mask has changed since it was last supplied
         self._begun: Index | None = None  # rows whose masks are being made
 
@@ -69,13 +69,13 @@ class GuidedRows:
         """Return the masks of all samples of a guided step. The results of all earlier steps must have been
         committed."""
         self.finish_masks()
-        table, rows = self._scheduler.rows, step.rows.astype(np.intp)  # numpy indexes fastest by these
+        table, rows = self._scheduler.rows, step.rows.astype(np.intp)  # numpy indexes fastest with intp
         wanted = rows[table.guided[rows] & (table.leases[rows] == step.leases)]
         is_ready = (self._leases[wanted] == table.leases[wanted]) & (self._counts[wanted] == table.counts[wanted])
-        if not is_ready.all():  # sequences that take their first sample, or their first after being paced
+        if not is_ready.all():  # for sequences at their first sample, or their first after being paced
             self._begin(wanted[~is_ready], None)
             self.finish_masks()
-            wanted = wanted[table.leases[wanted] == self._leases[wanted]]  # without rows that failed
+            wanted = wanted[table.leases[wanted] == self._leases[wanted]]  # leaves out rows that failed
         if not len(wanted):
             return step.masks
         assert self._table is not None

@@ -1,4 +1,4 @@
-"""Hands prompts over to other engines: a prefill engine ends a request when its blocks are with the KV transport."""
+"""Hands prompts over to other engines: a prefill engine ends a request when the KV transport has its blocks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from quire.config.tiers import TierConfig
 from quire.engine.kvcache.tiers.base import Tiers
 from quire.types.output import Finished
 
-HANDOVER_SECONDS = 2.0  # after which a request ends although the transport has not taken all of its blocks
+HANDOVER_SECONDS = 2.0  # a request ends after this time even if the transport lacks some of its blocks
 
 
 class _Held(NamedTuple):
     message: Finished
-    num_put: int  # blocks that the transport must have taken
+    num_put: int  # count of blocks that the transport must have taken
     until: float
 
 
 class Handover:
-    """Holds terminal messages back until the blocks that were published before them are with the KV transport, or were
-    given up. So whoever asked a prefill engine for a prompt finds its blocks when the request has ended."""
+    """Holds terminal messages back until the KV transport has taken, or given up, all blocks published before them. So
+    when a request to a prefill engine has ended, a decode engine finds its blocks."""
 
     def __init__(self, tiers: Tiers, clock: Callable[[], float] = time.monotonic) -> None:
         self._tiers, self._clock = tiers, clock
@@ -32,8 +32,8 @@ class Handover:
         return len(self._held)
 
     def take(self, finished: Sequence[Finished], *, is_dead: bool) -> tuple[Finished, ...]:
-        """Add terminal messages, and return those that need not wait, or not any more. Errors and aborts never wait,
-        and nothing does in an engine that is dead."""
+        """Add terminal messages, and return those that are ready. Errors and aborts never wait, and in a dead engine
+        nothing waits."""
         ordered, done = self._tiers.put_counts()
         if done == ordered and not self._held:
             return tuple(finished)
@@ -49,5 +49,5 @@ class Handover:
 
 
 def make_handover(config: TierConfig, tiers: Tiers, clock: Callable[[], float]) -> Handover | None:
-    """None: no other engine waits for this one's blocks."""
+    """Return a Handover, or None if no other engine waits for this engine's blocks."""
     return Handover(tiers, clock) if config.transport is not None and config.transport.puts else None

@@ -21,9 +21,9 @@ from quire.engine.scheduler.row_table import RowTable
 from quire.types.step import Ints, Masks, StepPlan, StepResult
 
 _AWAITING = SequenceState.AWAITING  # a member of an Enum is slow to look up
-_LEAD_SECONDS, _LEAD_SHARE = 0.8e-3, 0.15  # a step is planned at least this long before the end of the one before
-_DRIFT = 1.02  # the expected duration may grow by this factor with each step
-_SIZE_STEP = 8  # rows
+_LEAD_SECONDS, _LEAD_SHARE = 0.8e-3, 0.15  # plan the next step at least this long before the end of the current one
+_DRIFT = 1.02  # factor by which the expected duration may grow with each step
+_SIZE_STEP = 8  # rows per size class of decode steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class InFlightStep:
     version: int
     other_leases: dict[int, int]  # rows with a chunk, new or paced in this step -> lease
     launched: float  # seconds, on the engine's clock
-    places: npt.NDArray[np.intp] | None = None  # [rows], their places in StepResult.token_ids; None: 0, 1, 2 ...
+    places: npt.NDArray[np.intp] | None = None  # [rows], their indices in StepResult.token_ids; None: 0, 1, 2 ...
     paced: tuple[AwaitedSamples, ...] = ()
     masks: Masks | None = None  # of a guided step: the masks that were known when it was planned
     awaits_masks: bool = False
@@ -64,8 +64,8 @@ class InFlightStep:
 
     @property
     def is_mostly_paced(self) -> bool:
-        """Whether most of the rows wait for the result, and there are no prompts in the step. The next step then waits
-        for it too: without these rows it would cost as much and generate less."""
+        """Whether most of the rows are paced, in a step without prompts. The next step then waits for this one's
+        result: without the paced rows it would cost as much and generate less."""
         paced = self.paced
         return bool(paced) and len(paced) > len(self.rows) and self.num_samples == self.plan.num_tokens
 
@@ -79,12 +79,12 @@ class InFlightStep:
 
 class Pipeline:
     """Launches steps on an Executor, keeps up to `depth` of them in flight, and collects their results in order. Each
-    of the micro-batches has its share of them in flight: one, if there are as many as micro-batches."""
+    micro-batch may have `most_ahead` of them in flight: one, if `depth` equals the number of micro-batches."""
 
     def __init__(
         self,
         executor: Executor,
-        depth: int | None,  # None: what suits the executor
+        depth: int | None,  # None: the executor's depth
         clock: Callable[[], float] = time.monotonic,
         micro_batches: int = 1,
     ) -> None:
@@ -102,7 +102,7 @@ class Pipeline:
 
     @property
     def guided_step(self) -> InFlightStep | None:
-        """The guided step whose masks can be computed now, as the results of all steps of its micro-batch before it
+        """The guided step whose masks can be computed now, because the results of all earlier steps of its micro-batch
         have come."""
         if not self._steps or not (last := self._steps[-1]).awaits_masks:
             return None
@@ -111,12 +111,12 @@ class Pipeline:
 
     @property
     def most_ahead(self) -> int:
-        """The steps of a micro-batch that may be in flight."""
+        """How many steps of one micro-batch may be in flight."""
         return self.depth // self._micro_batches
 
     @property
     def busy(self) -> Collection[int]:
-        """The micro-batches that have as many steps in flight as they may."""
+        """The micro-batches that have `most_ahead` steps in flight."""
         if self._micro_batches == 1:
             return ()
         return [number for number in range(self._micro_batches) if self._num_steps(number) >= self.most_ahead]
@@ -139,7 +139,7 @@ class Pipeline:
             self._executor.launch(step.plan)
 
     def _is_last(self, step: InFlightStep) -> bool:
-        """Whether no step is launched before the result of this one has come, or its masks."""
+        """Whether the next step must wait for this step's result or masks."""
         return step.awaits_masks or (self._micro_batches == 1 and step.is_mostly_paced)
 
     def collect(self) -> tuple[InFlightStep, StepResult]:
@@ -153,8 +153,8 @@ class Pipeline:
         return step, result
 
     def slack_seconds(self) -> float:
-        """Seconds the caller may wait before the next step must be planned, as the step in flight keeps the device
-        busy. A request that comes within that time gets into the next step. 0 if that is unknown."""
+        """Seconds the caller may wait before the next step must be planned, while the step in flight keeps the device
+        busy. A request that comes within that time gets into the next step. 0 if unknown."""
         if len(self._steps) != 1 or self.depth == 1 or self._micro_batches > 1 or self._steps[0].awaits_masks:
             return 0.0
         if (size := _decode_size(self._steps[0])) is None:
@@ -184,10 +184,10 @@ def _decode_size(step: InFlightStep) -> int | None:
 def find_awaited(
     plan: StepPlan, num_ahead: int, table: RowTable
 ) -> tuple[tuple[AwaitedSamples, ...], list[int], npt.NDArray[np.intp] | None]:
-    """Sort the samples of a plan. Returns the samples of paced rows, the rows of chunks that run ahead, and the places
+    """Sort the samples of a plan. Returns the samples of paced rows, the rows of chunks that run ahead, and the indices
     of the samples of all rows that run ahead (None if there are no paced rows).
 
-    The first `num_ahead` samples are of decoding rows that run ahead.
+    The first `num_ahead` samples are those of decoding rows that run ahead.
     """
     if num_ahead == len(plan.decode_rows):
         sampled = [row for chunk in plan.chunks for row in chunk.sample_rows]

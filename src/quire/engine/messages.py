@@ -1,8 +1,7 @@
 """The messages between edges and the engine process: typed msgpack, one message per frame, checked when decoded.
 
 An edge sends Submit, Abort, Ask, Unpin, LoadAdapter, UnloadAdapter and Goodbye. The engine sends TokensOut and the
-answers below. The dataclasses of `types` are not described a second time: their wire forms are derived from their
-fields.
+answers below. The wire forms of dataclasses in `types` are derived from their fields.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from quire.types.sampling import SamplingParams
 from quire.types.stats import BlockMap, EngineStats
 
 MAX_MESSAGE = 64 * 2**20  # bytes
-# In the decoder's reasons:
+# Field names in the decoder's error messages:
 _PATH, _NAME = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])?`$"), re.compile(r"field `([^`]+)`")
 
 Question = Literal["stats", "block_map", "reset_cache", "pins", "adapters"]
@@ -51,17 +50,17 @@ class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
-    """Load a LoRA adapter from a folder and give it a name. The engine answers with AdapterAnswer of the same number;
-    steps go on while it reads."""
+    """Load a LoRA adapter from a folder under a name. The engine answers with an AdapterAnswer of the same number;
+    steps continue while it reads."""
 
     number: int
     name: str
     folder: str
-    in_place: bool = False  # it may replace another one of that name
+    in_place: bool = False  # it may replace an adapter of the same name
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
-    """Take the name of a LoRA adapter away. The engine answers with AdapterAnswer of the same number."""
+    """Remove the name of a LoRA adapter. The engine answers with an AdapterAnswer of the same number."""
 
     number: int
     name: str
@@ -145,10 +144,10 @@ FromEngine = Accepted | Refused | TokensOut | Answer | Lost
 
 
 class BadMessage(QuireError):
-    """A frame is no message, or it is too large. The receiver logs and drops it.
+    """A frame is not a message, or is too large. The receiver logs and drops it.
 
-    `submit_id` is set when the frame is a Submit whose request id can be read: its sender waits for an answer. `field`
-    is the one that cannot be read, where the decoder says it.
+    `submit_id` is set if the frame is a Submit whose request id can be read, because its sender waits for an answer.
+    `field` is the field that cannot be decoded, if the decoder names it.
     """
 
     def __init__(self, reason: str, submit_id: str | None = None, field: str = "request") -> None:
@@ -200,7 +199,7 @@ def _check_size(frame: bytes) -> None:
 
 
 class _SubmitId(msgspec.Struct, tag="submit"):
-    """The field of a Submit that a refusal needs."""
+    """The only field of a Submit that a refusal needs."""
 
     request_id: str
 
@@ -213,8 +212,8 @@ def _read_submit_id(frame: bytes) -> str | None:
 
 
 def _read_field(reason: str) -> str:
-    """The field of a Submit that the decoder's reason is about, as requests name it: those of SamplingParams have no
-    prefix."""
+    """Return the request field that the decoder's error message is about, as clients name it: fields of SamplingParams
+    have no prefix."""
     path, name = _PATH.search(reason), _NAME.search(reason)
     parts = [path[1] if path else "", name[1] if name else ""]
     field = ".".join(filter(None, parts)).removeprefix("sampling.")
@@ -363,7 +362,7 @@ _PACKED: dict[Any, _WireForm] = {  # by the annotation of a message's field
 }
 _TAGS: dict[type, str] = {Submit: "submit", Abort: "abort", TokensOut: "tokens"}
 _FORMS: dict[type, _WireForm] = {kind: _message_form(kind, tag) for kind, tag in _TAGS.items()}
-_FORMS |= {form.wire: form for form in _FORMS.values()}  # a decoded struct finds its form too
+_FORMS |= {form.wire: form for form in _FORMS.values()}  # so that decoded structs find their form too
 
 
 def _wire_union(messages: Any) -> Any:

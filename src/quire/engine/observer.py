@@ -1,4 +1,4 @@
-"""The observer interface of the engine. The recorder (recording/) implements it; the engine itself needs none."""
+"""The observer interface of the engine, which the recorder (recording/) implements. The engine works without one."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ class EngineObserver:
         """A prompt was unpinned."""
 
     def adapter_loaded(self, info: AdapterInfo) -> None:
-        """A LoRA adapter got a name. It replaces another one of that name."""
+        """A LoRA adapter was loaded under a name, and replaced any other adapter of that name."""
 
     def adapter_unloaded(self, name: str) -> None:
-        """A LoRA adapter lost its name."""
+        """The name of a LoRA adapter was removed."""
 
     def adapter_fetched(self, digest: str, *, was_read: bool) -> None:
         """The reading of a LoRA adapter that had left host memory has ended."""
 
     def compiled(self, group: Group) -> None:
-        """The grammar of a request was compiled, and the request waits to be admitted; or it failed, and the request
-        has ended."""
+        """The grammar of a request was compiled, and the request waits to be admitted; or compiling failed, and the
+        request has ended."""
 
     def planned(self, step: InFlightStep) -> None:
         """A step was planned. It is launched next."""
 
     def collected(self, step: InFlightStep, result: StepResult) -> None:
-        """The result of a step has come. It is committed next."""
+        """The result of a step was collected. It is committed next."""
 
     def committed(self, step: InFlightStep, seconds: float) -> None:
         """The result of a step was committed. `seconds`: how long the step took, without waiting for earlier steps."""

@@ -1,4 +1,4 @@
-"""The loop of the engine process: one thread receives messages of the edges, steps the core and sends its output."""
+"""The loop of the engine process: one thread receives messages from edges, steps the core, and sends its output."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from quire.types.output import Finished, TokensOut
 from quire.types.request import Abort, Submit
 
 logger = logging.getLogger("quire.engine")
-_POOLED_BYTES = 16 * 2**20  # of one message
-IDLE_SECONDS = 0.05  # without a message, after which there seem to be no requests
+_POOLED_BYTES = 16 * 2**20  # most bytes of pooled results in one message
+IDLE_SECONDS = 0.05  # after this long without a message, the engine counts as idle
 
 
 class EngineLoop:
-    """Runs an EngineCore, or an EncoderCore, for the edges that connect to a socket.
+    """Runs an EngineCore or EncoderCore for the edges that connect to a socket.
 
     One thread calls `run`; any thread may call `stop` and `forget_edge`. Messages that reach the socket before a step
     starts are handled before it. Each edge is sent at most one batch of tokens per step.
@@ -71,12 +71,13 @@ class EngineLoop:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._waking = threading.Lock()
         self._stopping = self._closed = False
-        self._prepares = True  # there may be something left for `when_idle`
+        self._prepares = True  # `when_idle` may have something left to do
         self._reader = ThreadPoolExecutor(1, "adapters")  # reads LoRA adapters, one after the other
         self._read: deque[tuple[int, LoadAdapter, AdapterInfo | InvalidRequest]] = deque()  # filled by that thread
         self.between_steps: Callable[[], None] = lambda: None  # called after each step, when its output is sent
         self.when_idle: Callable[[], float | None] = lambda: None  # see PreparesMore.prepare_more
-        self.on_adapters: Callable[[tuple[AdapterInfo, ...]], None] = lambda _: None  # told of every change
+        # Called with all adapters after every change.
+        self.on_adapters: Callable[[tuple[AdapterInfo, ...]], None] = lambda _: None
 
     # ------------------------------------------------------------------------------------------ called by any thread
     def stop(self) -> None:
@@ -140,8 +141,8 @@ class EngineLoop:
         raise EngineDead(reason)
 
     def _sleep(self) -> None:
-        """Block until an edge sends a message or another thread calls `_wake_up`. After some silence, prepare what
-        later steps would wait for, a little at a time."""
+        """Block until an edge sends a message or another thread calls `_wake_up`. After a period without messages, call
+        `when_idle` to do work for later steps, in small parts."""
         pause = IDLE_SECONDS if self._prepares else None
         while not self._edges.wait(self._wake, pause):
             pause = self.when_idle()
@@ -150,7 +151,7 @@ class EngineLoop:
             os.eventfd_read(self._wake)
 
     def _receive_during_slack(self) -> None:
-        """Receive messages for as long as the core can delay its next step without making any request later."""
+        """Receive messages for as long as the core can delay its next step without delaying any request."""
         while (
             not self._stopping
             and (seconds := self._core.slack_seconds()) >= 1e-3
@@ -196,7 +197,7 @@ class EngineLoop:
         return Accepted(request.request_id, handle)
 
     def _begin_load(self, edge: int, order: LoadAdapter) -> None:
-        """Read a LoRA adapter in another thread."""
+        """Read a LoRA adapter in the reader thread."""
         try:
             self._table.begin_load(order.name, in_place=order.in_place)
         except InvalidRequest as error:
@@ -274,8 +275,8 @@ class EngineLoop:
 
 
 def _split_large(part: TokensOut) -> list[TokensOut]:
-    """Split a batch into messages that are sent one by one: a finished request with logprobs, which may be large, has
-    one of its own, and pooled rows go on in another message where those of one would have more than `_POOLED_BYTES`."""
+    """Split a batch into messages. A finished request with logprobs, which may be large, gets its own message; pooled
+    results are split into messages of at most `_POOLED_BYTES`."""
     shared: list[list[Finished]] = [[]]
     large: list[Finished] = []
     num_bytes = 0

@@ -1,4 +1,4 @@
-"""The engine's progress in a memory-mapped file: the supervisor watches whether the engine is stuck, and edges read how
+"""The engine's progress in a memory-mapped file. The supervisor reads it to detect a stuck engine, and edges read how
 much more work the engine can use."""
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _SIZE = _RECORD.size + _BACKLOG.size
 
 
 class Backlog(NamedTuple):
-    """What the engine could not run at the end of its last step."""
+    """The requests that the engine could not run at the end of its last step."""
 
-    steps: int  # that have ended so far
+    steps: int  # steps that have ended so far
     num_waiting: int  # requests that wait for rows, blocks or tokens of a step
 
 
 class ProgressRecord:
-    """The writing side, used by the engine. Writing costs no system call."""
+    """The writing side, used by the engine. A write needs no system call."""
 
     def __init__(self, path: Path) -> None:
         path.touch(mode=0o600)
@@ -37,7 +37,7 @@ class ProgressRecord:
         _RECORD.pack_into(self._map, 0, self._steps, 1.0, time.monotonic())
 
     def extend_step(self) -> None:
-        """Give the current step its whole time again: it has made progress. Does nothing between steps."""
+        """Restart the time limit of the current step, because it has made progress. Does nothing between steps."""
         steps, busy, _ = _RECORD.unpack_from(self._map)
         if busy:
             _RECORD.pack_into(self._map, 0, steps, busy, time.monotonic())
@@ -54,7 +54,7 @@ class ProgressRecord:
 
 
 class ProgressReader:
-    """The reading side. It trusts a record only when it reads it twice: a torn read does not repeat."""
+    """The reading side. A torn read cannot repeat, so a record counts only when the same value is read twice."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -62,8 +62,8 @@ class ProgressReader:
         self._last = b""
 
     def stuck_for(self) -> float:
-        """Return how many seconds the engine has been in its current step, if it was in it at the last call too; else
-        0."""
+        """Return how many seconds the engine has been in its current step, if it was in that step at the last call too;
+        otherwise 0."""
         record, last = self._map[: _RECORD.size], self._last
         self._last = record
         _, busy, since = _RECORD.unpack(record)

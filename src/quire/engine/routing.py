@@ -1,4 +1,4 @@
-"""Which edge receives the tokens of which request."""
+"""Routes: which edge receives the tokens of which request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.types.output import Finished, TokensOut
 
 Longs = npt.NDArray[np.int64]
 Places = npt.NDArray[np.intp]
-Entry = TypeVar("Entry", bound=tuple[int, Any])  # a sample handle, and what there is of it
+Entry = TypeVar("Entry", bound=tuple[int, Any])  # a tuple that begins with a sample handle
 
 _NO_EDGE = -1
 _NO_HANDLE = -1
@@ -22,8 +22,8 @@ _NO_HANDLE = -1
 class Routes:
     """The edge of every live request. `split` divides a step's tokens among the edges.
 
-    A request that joins or leaves costs constant time per sample. A batch costs a few array operations when its
-    samples differ from those of the batch before, and nothing per sample when they do not.
+    Adding and removing a request takes constant time per sample. Splitting a batch takes a few array operations if its
+    samples differ from those of the last batch, and no work per sample if they do not.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Routes:
         self._handles: dict[str, range] = {}  # by request id
         self._requests: defaultdict[int, dict[str, None]] = defaultdict(dict)  # by edge
         self._owners = _OwnerTable()
-        self._samples: Longs | None = None  # the batch that `_places` is of
+        self._samples: Longs | None = None  # the samples for which `_places` was computed
         self._places: dict[int, Places] = {}  # by edge
 
     def add(self, edge: int, request_id: str, handle: int, n: int) -> None:
@@ -52,7 +52,7 @@ class Routes:
         return list(self._edges)
 
     def drop(self, edge: int) -> list[str]:
-        """Forget an edge and its requests. Returns their ids."""
+        """Forget an edge and its requests. Returns the ids of the requests."""
         dropped = list(self._requests.pop(edge, ()))
         for request_id in dropped:
             self._forget(request_id)
@@ -83,7 +83,7 @@ class Routes:
             self._forget(end.request_id)
 
     def _find_places(self, samples: Longs) -> dict[int, Places]:
-        """Return the places of each edge's samples in the batch. The engine passes the same array while nothing
+        """Return the indices of each edge's samples in the batch. The engine passes the same array while nothing
         changes."""
         if samples is not self._samples:
             owners = self._owners.of(samples)
@@ -125,10 +125,10 @@ def _take(out: TokensOut, places: Places | None) -> tuple[Longs, npt.NDArray[np.
 
 
 class _OwnerTable:
-    """The edge of every live sample handle: a dict, and in front of it arrays that answer for a whole batch.
+    """The edge of every live sample handle: a dict, and in front of it hashed arrays that look up a whole batch.
 
-    The place of a handle in the arrays is its last bits. Handles are numbered upwards, so two live ones rarely share a
-    place; then the arrays keep the first, and the dict answers for the other.
+    The low bits of a handle are its index in the arrays. Handles are numbered upwards, so two live ones rarely have the
+    same index; then the arrays keep the first, and the dict has the other.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class _OwnerTable:
         self._resize(1024)
 
     def _resize(self, size: int) -> None:
-        """Make arrays of `size` places, a power of two."""
+        """Make arrays of `size` entries, a power of two."""
         self._mask = size - 1
         self._handle_at: Longs = np.full(size, _NO_HANDLE, dtype=np.int64)
         self._edge_at: Longs = np.full(size, _NO_EDGE, dtype=np.int64)

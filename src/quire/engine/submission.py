@@ -28,12 +28,12 @@ from quire.types.request import Submit
 from quire.types.sampling import check_vocabulary
 
 MAX_ANSWER = 16 * 2**20  # bytes of one request's terminal message
-MAX_STEP_LOGPROBS = 32 * 2**20  # bytes of logprobs in one step's message, if every row asked for as many
+MAX_STEP_LOGPROBS = 32 * 2**20  # bytes of logprobs in one step's message, if every row requested the same
 FEWER_SCORED = "or raise prompt_logprobs_start"
 _PAIR = 8  # bytes of a token id and its logprob
-_ENTRY = 64  # bytes of one position besides its pairs
-_RANK = 4  # the same of a prompt, whose positions are in one table
-_TOKEN = 5  # bytes of a token id at most
+_ENTRY = 64  # bytes of one position in addition to its pairs
+_RANK = 4  # the same for prompt positions, which are in one table
+_TOKEN = 5  # most bytes of a token id
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
 _MAX_INT32 = 2**31 - 1
 
@@ -88,18 +88,19 @@ def check_request(
 
 
 def _check_pooling(request: Submit) -> None:
-    """The hidden state of a prompt's last token comes with its first sample, which is the only one."""
+    """Raise InvalidRequest unless a pooling request has exactly one text and one sample: the hidden state of the
+    prompt's last token comes with its first sample."""
     work, sampling = request.pooling, request.sampling
     assert work is not None
     if len(work.lengths) != 1 or work.first_parts:
         raise InvalidRequest("input", "must be one text for each request to this model", "send texts one by one")
     if sampling.max_tokens != 1 or sampling.num_sequences != 1 or request.beam is not None or request.rules.grammar:
-        raise InvalidRequest("pooling", "goes with one sampled token alone", "leave sampling out")
+        raise InvalidRequest("pooling", "allows exactly one sampled token", "leave sampling out")
 
 
 def _check_types(request: Submit) -> None:
-    """Raise InvalidRequest if a field has another type than its annotation says. The scheduler would fail on it later,
-    and with it every request."""
+    """Raise InvalidRequest if a field has another type than its annotation. Otherwise the scheduler would fail on it
+    later, and end every request."""
     for field in ("cache_salt", "tenant", "pin", "adapter"):
         if not isinstance(getattr(request, field), str):
             raise InvalidRequest(field, f"is {getattr(request, field)!r}, not a text", "send a string")
@@ -152,9 +153,9 @@ def _check_sequences(request: Submit, config: SchedulerConfig, *, has_text: bool
     if beam is not None and sampling.n > beam.width:
         raise InvalidRequest("n", f"is {sampling.n}, above beam_width={beam.width}", "lower it or raise beam_width")
     if beam is not None and sampling.best_of is not None:
-        raise InvalidRequest("best_of", "means nothing to a beam search", "leave it out or set beam_width")
+        raise InvalidRequest("best_of", "has no effect in a beam search", "leave it out or set beam_width")
     if beam is not None and sampling.logprobs is not None:
-        raise InvalidRequest("logprobs", "are not kept by a beam search", "read cumulative_logprob")
+        raise InvalidRequest("logprobs", "are not available with beam search", "read cumulative_logprob")
     if field == "n":
         return
     if sampling.repetition_detection is not None:
@@ -166,15 +167,15 @@ def _check_sequences(request: Submit, config: SchedulerConfig, *, has_text: bool
 
 
 def blocks_at_most(prompt: int, limit: int, n: int, block_size: int) -> int:
-    """Return how many blocks a group can ever hold: the full prompt blocks once, the others once for each of its `n`
-    sequences. The last token is never written to the cache."""
+    """Return the most blocks that a group can hold: its full prompt blocks once, and the others once for each of its
+    `n` sequences. The last token is never written to the cache."""
     shared = prompt // block_size
     return shared + n * (-(-(limit - 1) // block_size) - shared)
 
 
 def most_blocks(request: Submit, limit: int, cache: CacheConfig, max_chunk: int) -> int:
-    """Return how many blocks a request can hold if its sequences reach `limit` tokens, window blocks included. A step
-    computes up to `max_chunk` tokens of a sequence."""
+    """Return the most blocks that a request can hold if its sequences reach `limit` tokens, window blocks included. A
+    step computes up to `max_chunk` tokens of a sequence."""
     size, count, groups = cache.block_size, num_sequences(request), cache.groups
     total = blocks_at_most(len(request.prompt_token_ids), limit, count, size)
     if groups.window is None:
@@ -234,7 +235,7 @@ def check_answer_size(request: Submit, config: SchedulerConfig, vocab_size: int)
 
 
 def prompt_logprob_bytes(request: Submit, vocab_size: int) -> int:
-    """Return the size in bytes of the logprobs of a request's prompt. Each of its `n` answers may show them."""
+    """Return the size in bytes of the logprobs of a request's prompt, counted once for each of its `n` answers."""
     sampling = request.sampling
     entry = _entry_bytes(sampling.prompt_logprobs, 0, vocab_size, _RANK)
     num_scored = max(len(request.prompt_token_ids) - max(sampling.prompt_logprobs_start or 0, 1), 0)
@@ -250,14 +251,13 @@ def _entry_bytes(logprobs: int | None, named: int, vocab_size: int, besides: int
 
 # ------------------------------------------------------------------------------------------------- groups
 def make_group(request: Submit, ordinal: int, limit: int, handle: int, vocab_size: int, engine_seed: int) -> Group:
-    """Make the group of a checked request, without sequences. Its samples have the handles `handle`, `handle + 1`
-    ..."""
+    """Make the group of a checked request, without sequences. Its sample i has the handle `handle` + i."""
     sampling, search = request.sampling, None
     if request.beam is not None:
         outputs, num_ends = limit - len(request.prompt_token_ids), len(request.rules.end_ids)
         ends_by_text = bool(sampling.stops or request.rules.grammar)
         search = BeamSearch(request.beam, outputs, num_ends, vocab_size, ends_by_text=ends_by_text)
-        sampling = replace(sampling, temperature=0.0)  # the search uses candidates, not the tokens that its rows sample
+        sampling = replace(sampling, temperature=0.0)  # the search uses the candidates, not the sampled tokens
     elif sampling.num_sequences > sampling.n and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # its samples are ranked by the logprobs of their tokens
     return Group(request, ordinal, limit, _seed_for(request, engine_seed, ordinal), handle, sampling, search)
@@ -273,9 +273,11 @@ def add_sequences(group: Group, new_table: Callable[[], BlockTable], controller:
 
 
 def make_controller(group: Group, tools: DecodingTools, matcher: Matcher | None) -> StepController:
-    """Make the StepController of a group's first sequence; PLAIN if it has no grammar, no drafts and no stop strings to
-    look for. A controller of ranked samples always paces them: a replay, which knows only where a stop string ended a
-    sample, then plans the same steps."""
+    """Make the StepController of a group's first sequence; PLAIN if it needs no grammar, drafts or stop strings.
+
+    A controller of ranked samples always paces them. A replay, which only knows where a stop string ended a sample,
+    then plans the same steps.
+    """
     request, is_beam = group.request, group.search is not None
     stops = None
     if group.is_ranked and request.sampling.stops:
@@ -288,8 +290,8 @@ def make_controller(group: Group, tools: DecodingTools, matcher: Matcher | None)
 
 
 def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) -> Sequence | None:
-    """Return the live sequence that a request branches off; None if it has ended. Raises InvalidRequest if the request
-    may not branch off it."""
+    """Return the live sequence from which a request branches; None if it has ended. Raises InvalidRequest if the
+    request may not branch from it."""
     source, prompt = request.source, request.prompt_token_ids
     if source is None:
         return None
@@ -302,7 +304,7 @@ def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) ->
     if group.request.cache_salt != request.cache_salt:
         raise InvalidRequest("source", f"{source.request_id!r} has another cache_salt", "use the same")
     if group.request.adapter_digest != request.adapter_digest:
-        return None  # the tokens are the same, and their keys and values are not
+        return None  # the tokens are equal, but their keys and values differ
     if group.is_ranked:
         raise InvalidRequest("source", f"{source.request_id!r} is still ranking its samples", "wait for its end")
     origin = next((sequence for sequence in group.live if sequence.index == source.index), None)
@@ -329,7 +331,7 @@ def end_uncompiled(group: Group, index: int | None, ending: Ending) -> bool:
 
 
 def _seed_for(request: Submit, engine_seed: int, ordinal: int) -> int:
-    """Return the user's seed, or one derived from the engine's seed and the ordinal of the request (splitmix64)."""
+    """Return the request's seed, or one derived from the engine's seed and the ordinal of the request (splitmix64)."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     mixed = (engine_seed + (ordinal + 1) * _GOLDEN) % 2**64

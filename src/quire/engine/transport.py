@@ -26,14 +26,14 @@ from quire.types.output import Finished, TokensOut
 logger = logging.getLogger("quire.engine")
 
 _IPC = "ipc://"
-_FLUSH_MS = 500  # how long closing waits for the last messages to be sent
+_FLUSH_MS = 500  # how long `close` waits for the last messages to be sent
 _MAX_UNREAD = 4_096  # batches an edge may leave unread before it counts as stuck
 _UNSAID = "what the engine says of it cannot be sent"
 _MAX_UNSENT = 65_536  # batches an edge may send while the engine is in a long step
 
 
 class EngineSocket:
-    """The engine's socket. Every edge connects to it under its number. Only one thread may use it."""
+    """The engine's socket. Every edge connects to it with its number as identity. Only one thread may use it."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
@@ -48,9 +48,9 @@ class EngineSocket:
         self._poller.register(self._socket, zmq.POLLIN)
 
     def wait(self, wake_fd: int, seconds: float | None = None) -> bool:
-        """Block until a message arrives, `wake_fd` becomes readable, or the time is over (in whole milliseconds).
+        """Block until a message arrives, `wake_fd` becomes readable, or `seconds` have passed (in whole milliseconds).
 
-        Returns False if the time is over.
+        Returns False on timeout.
         """
         self._poller.register(wake_fd, zmq.POLLIN)
         ready = self._poller.poll(None if seconds is None else int(seconds * 1e3))
@@ -77,7 +77,8 @@ class EngineSocket:
 
     def send(self, edge: int, messages: Sequence[FromEngine]) -> bool:
         """Send messages to an edge as one batch. Returns False if the edge is gone or its queue is full. A message that
-        cannot be encoded is split. What cannot be then either is logged; the end of a request becomes an error."""
+        cannot be encoded is split. A part that still cannot be encoded is logged; if it is the end of a request, an
+        error is sent in its place."""
         frames = [frame for message in messages for frame in _frames(message)]
         if not frames:
             return True
@@ -90,7 +91,7 @@ class EngineSocket:
         return True
 
     def close(self) -> None:
-        """Wait shortly until the last messages are sent, then close. Idempotent."""
+        """Wait briefly until the last messages are sent, then close. Idempotent."""
         self._socket.close(linger=_FLUSH_MS)
         self._context.term()
 
@@ -139,8 +140,8 @@ def _has_message(socket: zmq.Socket[bytes]) -> bool:
 
 
 def _frames(message: FromEngine) -> list[bytes]:
-    """The frames of a message: of its parts, if it cannot be encoded whole. What cannot be by itself either is logged,
-    and replaced by what can be said in its place, if anything."""
+    """Return the frames of a message, or of its parts if it cannot be encoded as a whole. A part that cannot be encoded
+    is logged, and replaced by the message that `_instead` returns, if any."""
     try:
         return [encode(message)]
     except BadMessage as error:
@@ -155,8 +156,8 @@ def _frames(message: FromEngine) -> list[bytes]:
 
 
 def _halves(message: TokensOut) -> tuple[TokensOut, ...]:
-    """A message in two: its tokens and its ends, or half of its samples, or of its ends, each. Empty: it is about one
-    sample or one end."""
+    """Split a message in two: tokens and ends, or else half of its samples or half of its ends. Empty if it has only
+    one sample or one end."""
     if (len(message.samples) or message.best) and message.finished:
         no_tokens = TokensOut(message.step, message.samples[:0], message.token_ids[:0], finished=message.finished)
         return replace(message, finished=()), no_tokens
@@ -170,7 +171,8 @@ def _halves(message: TokensOut) -> tuple[TokensOut, ...]:
 
 
 def _below(message: TokensOut, middle: int, is_below: bool) -> TokensOut:
-    """What a message without ends says of the samples whose handles are below `middle`, or of the others."""
+    """Return the part of a message without ends that is about samples with handles below `middle`, or about the
+    others."""
     own = (message.samples < middle) == is_below
     return TokensOut(
         message.step, message.samples[own], message.token_ids[own],
@@ -180,8 +182,8 @@ def _below(message: TokensOut, middle: int, is_below: bool) -> TokensOut:
 
 
 def _instead(message: FromEngine) -> FromEngine | None:
-    """What tells the edge that requests have ended whose message cannot be encoded. An edge that has asked for numbers
-    of the engine gives up by itself."""
+    """Return the message to send when `message` cannot be encoded, so that the edge learns that its requests have
+    ended. None for answers about the engine itself, for which edges time out."""
     if isinstance(message, Refused):
         return Refused(message.request_id, "request", f"was refused, and {_UNSAID}", "see the log of the engine")
     if isinstance(message, Lost):

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms of one edge, and the files through which edges share them."""
+"""Counters, gauges and histograms of one edge process, and the files through which edges share them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Histogram:
 
 
 class Counts:
-    """The values of all metrics that one edge counts, by name. Not thread-safe."""
+    """The values of all metrics that one edge counts, by metric name. Not thread-safe."""
 
     def __init__(self) -> None:
         own = [metric for metric in METRICS if metric.source == "edge"]
@@ -47,7 +47,7 @@ class Counts:
         self.histograms[name].observe(value, times)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all values, in types that JSON can hold."""
+        """Return all values as types that JSON can hold."""
         return {
             "histograms": {name: [each.counts, each.total] for name, each in self.histograms.items()},
             "counters": self.counters,
@@ -55,7 +55,7 @@ class Counts:
         }
 
     def add_snapshot(self, snapshot: Mapping[str, Any], *, gauges: bool) -> None:
-        """Add the values of a snapshot, those of its gauges only if `gauges`. Unknown names are skipped."""
+        """Add the values of a snapshot; its gauges only if `gauges`. Unknown metric names are skipped."""
         for name, (counts, total) in snapshot["histograms"].items():
             own = self.histograms.get(name)
             if own is not None and len(own.counts) == len(counts):
@@ -70,9 +70,9 @@ class Counts:
 
 
 class SharedCounts:
-    """The file with this edge's counts, and the files of the other edges in the same directory.
+    """Shares counts between the edges of a server through files in one directory, one file per edge.
 
-    So any edge can expose the counts of all. A file is replaced as a whole, so a reader never sees half of it.
+    Any edge can so expose the counts of all. A file is replaced as a whole, so a reader never sees half of it.
     """
 
     def __init__(self, directory: Path, edge: int) -> None:
@@ -89,14 +89,14 @@ class SharedCounts:
         new.replace(self._own)
 
     def add_others(self, counts: Counts) -> None:
-        """Add the counts of all other edges, without the gauges of edges that ended."""
+        """Add the counts of all other edges. Gauges of edges that have ended are left out."""
         for path in self._directory.glob(_PATTERN):
             if path != self._own:
                 for snapshot in _read(path):
                     counts.add_snapshot(snapshot, gauges=_is_alive(snapshot["pid"]))
 
     def take_over(self, counts: Counts) -> None:
-        """Add the counts of edges that have ended, and delete their files. Only one edge takes over each file."""
+        """Add the counts of edges that have ended, and delete their files. Each file is taken by one edge only."""
         for path in self._directory.glob(_PATTERN):
             if path == self._own or any(_is_alive(snapshot["pid"]) for snapshot in _read(path)):
                 continue
@@ -111,7 +111,7 @@ class SharedCounts:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the counts in a file, or nothing if another edge has taken it meanwhile."""
+    """Yield the counts in a file, or nothing if another edge has taken the file."""
     try:
         yield json.loads(path.read_text(encoding="ascii"))
     except FileNotFoundError:

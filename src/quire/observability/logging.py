@@ -24,15 +24,15 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")  # and bidi marks
 _MAX_FIELD = 2_000  # characters; a longer text is cut
 
-CLIENT_LOGGERS = ("uvicorn", "asyncio", "quire.text", "quire.refusals")  # loggers of lines that any client can cause
+CLIENT_LOGGERS = ("uvicorn", "asyncio", "quire.text", "quire.refusals")  # any client can cause their lines
 MAX_LINES = 5  # of one kind that pass in WINDOW_SECONDS
 WINDOW_SECONDS = 60.0
-_MAX_KINDS = 256  # counted at once; one more resets all counts
-_KEY_CHARACTERS = 100  # of a message that tell its kind
+_MAX_KINDS = 256  # kinds counted at once; one more resets all counts
+_KEY_CHARACTERS = 100  # the first characters of a message, which identify its kind
 
 
 def set_up_logging(level: str, kind: LogFormat, process: str, stream: TextIO | None = None) -> None:
-    """Send this process's logs to `stream` (default: stderr), instead of to the handlers set up before.
+    """Send this process's logs to `stream` (default: stderr) and remove all handlers set up before.
 
     Every line carries `process` as the name of its source. LogRateLimit bounds the lines that clients can cause.
     """
@@ -53,7 +53,8 @@ def set_up_logging(level: str, kind: LogFormat, process: str, stream: TextIO | N
 
 
 class JsonLines(logging.Formatter):
-    """Formats an event as one JSON object: time, level, process, logger, message, the fields of `extra`, the error."""
+    """Formats an event as one JSON object: time, level, process, logger, message, the fields of `extra`, and the
+    error."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -86,13 +87,13 @@ class TextLines(logging.Formatter):
         if not record.exc_info:
             return escape_controls(line)
         traceback = self.formatException(record.exc_info).split("\n")
-        return "\n    ".join(map(escape_controls, (line, *traceback)))  # indented: no part of it looks like an event
+        return "\n    ".join(map(escape_controls, (line, *traceback)))  # indented: no line of it looks like an event
 
 
 def escape_controls(text: str, *, is_json: bool = False) -> str:
-    """Write every control character (carriage return, ESC, line separators, ...) as an escape such as `\\x1b`.
+    """Replace every control character (carriage return, ESC, line separators, ...) with an escape such as `\\x1b`.
 
-    So no client can forge a log line or send commands to the terminal of whoever reads the log.
+    So no client can forge a log line, or send commands to the terminal in which the log is read.
     """
     return _CONTROLS.sub(lambda found: _escape(ord(found[0]), is_json), text)
 

@@ -1,4 +1,4 @@
-"""The table of all metrics that the server exposes. Their names and labels are part of the API and do not change."""
+"""The table of all metrics that the server exposes. Metric names and labels are part of the API and do not change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.types.stats import STEP_SIZES
 
 PREFIX = "quire:"
 Kind = Literal["counter", "gauge", "histogram"]
-Source = Literal["edge", "engine"]  # counted by the edges and added up, or reported by the engine
+Source = Literal["edge", "engine"]  # "edge": counted by each edge and summed; "engine": reported by the engine
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
@@ -25,13 +25,13 @@ _DIRECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `name` lacks the prefix and, for a counter, the suffix `_total` that the exposed name has."""
+    """One metric. `name` is the exposed name without the prefix and, for a counter, without the suffix `_total`."""
 
     name: str
     kind: Kind
     help: str
     source: Source = "edge"
-    label: str | None = None  # the label that it has besides model_name; two are separated by a space
+    label: str | None = None  # its label besides model_name; two labels are separated by a space
     bounds: tuple[float, ...] = ()  # upper bounds of a histogram's buckets
 
     @property

@@ -1,4 +1,4 @@
-"""The server's metrics. Counts requests and tokens, asks the engine for its stats, and makes the /metrics page."""
+"""The server's metrics: counts requests and tokens, fetches the engine's stats, and renders the /metrics page."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from quire.types.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0  # between two requests for the engine's stats, at least
-SHARE_SECONDS = 1.0  # other edges see this one's counts with at most this delay
+POLL_SECONDS = 1.0  # at least this long between two fetches of the engine's stats
+SHARE_SECONDS = 1.0  # how often the counts are written for the other edges
 _WORST_FIRST = ("error", "abort", "repetition", "length", "stop")
 
 
@@ -34,7 +34,7 @@ def server_metrics(config: ServerConfig, model_name: str, directory: str | None,
 
 
 class ServerMetrics:
-    """Observes all requests of one edge: counts them, and passes those that ended to a tracer.
+    """Observes all requests of one edge: counts them, and passes finished and aborted ones to a tracer.
 
     Thread-safe. With `shared`, `start()` starts a thread that writes the counts to a file for the other edges;
     `close()` ends it.
@@ -141,10 +141,10 @@ class ServerMetrics:
 
     # ------------------------------------------------------------------------------------------- called for /metrics
     async def page(self, ask: Callable[[], Awaitable[EngineStats]]) -> bytes:
-        """Return the text of all metrics. `ask` gets the engine's stats; it is called at most once a second."""
+        """Return the text of all metrics. `ask` fetches the engine's stats; it is called at most once a second."""
         if self._is_up and time.monotonic() - self._asked_at >= POLL_SECONDS:
             self._asked_at = time.monotonic()
-            with suppress(EngineDead):  # the engine does not answer during a long step: keep its last stats
+            with suppress(EngineDead):  # the engine is down, or busy with a long step: keep its last stats
                 self._stats = await ask()
         total = Counts()
         with self._lock:

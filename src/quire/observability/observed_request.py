@@ -1,4 +1,4 @@
-"""The view of a request that metrics and traces have, and the time that it spent in each phase."""
+"""ObservedRequest: a request as metrics and traces see it. Phases: the time it spent in each phase."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.types.sampling import SamplingParams
 
 
 class ObservedRequest(Protocol):
-    """A request, as metrics and traces read it. Times are on the monotonic clock, in seconds."""
+    """A request as metrics and traces see it. Times are in seconds on the monotonic clock."""
 
     @property
     def request_id(self) -> str: ...
@@ -56,8 +56,8 @@ class Phases:
 def phases(
     entries: Sequence[LedgerEntry], received_at: float, first_token_at: float | None, finished_at: float
 ) -> Phases:
-    """Return the time that a request spent in each phase. It is queued until its first admission; time lost to a
-    later preemption counts as decode time."""
+    """Return the time that a request spent in each phase. It is queued until its first admission; time lost to later
+    preemptions counts as decode time."""
     admitted = next((entry.at for entry in entries if entry.kind == "admitted"), None)
     first = next((entry.at for entry in entries if entry.kind == "first_token"), first_token_at)
     if admitted is None:

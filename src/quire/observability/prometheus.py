@@ -1,4 +1,4 @@
-"""All metrics in the text format of Prometheus: the counts of the edges and the stats of the engine."""
+"""Renders all metrics in the text format of Prometheus: the counts of the edges and the stats of the engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render(counts: Counts, engine: EngineMetrics, model_name: str, names: MetricNames = "quire") -> bytes:
-    """Return the text with every metric of the table, each with the label model_name. With `names` "vllm": those that
-    vLLM has, under its names and with its label `engine`; with "both": these too."""
+    """Return the text of every metric in the table, each with the label model_name.
+
+    `names` selects the metrics: "quire" those of Quire, "vllm" those that vLLM has too, under vLLM's names and with its
+    label `engine`, and "both" all of these.
+    """
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
@@ -33,7 +36,7 @@ def render(counts: Counts, engine: EngineMetrics, model_name: str, names: Metric
 
 
 class _Collector:
-    """Turns the counts and the engine's values into Prometheus's metric families, which all have `labels`."""
+    """Converts the counts and the engine's values to Prometheus metric families with the labels `labels`."""
 
     prefix = PREFIX
     metrics = METRICS
@@ -79,7 +82,7 @@ class _Collector:
 
 
 class _VllmCollector(_Collector):
-    """The metrics that vLLM has, under its names."""
+    """The metrics that vLLM has too, under vLLM's names."""
 
     prefix = VLLM_PREFIX
     metrics = tuple(metric for metric in METRICS if metric.name in VLLM_NAMES)
@@ -91,8 +94,8 @@ def _buckets(counted: Histogram, format_bound: Callable[[float], str]) -> list[t
 
 
 class EngineMetrics:
-    """The values of all metrics that the engine reports. They are 0 before the first stats, and start from 0 in every
-    new engine process."""
+    """The values of all metrics that the engine reports. They are 0 before the first stats arrive, and restart from 0
+    with every new engine process."""
 
     def __init__(self, stats: EngineStats | None, restarts: int, *, is_up: bool) -> None:
         self.steps = Histogram(tuple(float(size) for size in STEP_SIZES))

@@ -18,7 +18,7 @@ SPAN_NAME = "llm_request"
 
 
 class Tracer(Protocol):
-    """Receives every request that ended. Its methods must not block or raise."""
+    """Receives every finished or aborted request. Its methods must not block or raise."""
 
     def ended(self, record: ObservedRequest) -> None: ...
 
@@ -58,7 +58,7 @@ def check_installed() -> None:
 
 
 class SpanTracer:
-    """Makes a span of each request when the request ends. A background thread exports the spans."""
+    """Makes one span per request when the request ends. A background thread exports the spans."""
 
     def __init__(self, exporter: SpanExporter, model_name: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -72,7 +72,7 @@ class SpanTracer:
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("quire", __version__)
-        self._epoch = time.time_ns() - time.monotonic_ns()  # time of the monotonic clock's zero, in ns since 1970
+        self._epoch = time.time_ns() - time.monotonic_ns()  # the zero of the monotonic clock, in ns since 1970
 
     def ended(self, record: ObservedRequest) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode

@@ -1,10 +1,10 @@
-"""The clocks of simulated and replayed engines."""
+"""Clocks for simulated and replayed engines."""
 
 from __future__ import annotations
 
 
 class VirtualClock:
-    """A clock that only moves when it is told to."""
+    """A clock that moves only by `move_to`."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -13,13 +13,13 @@ class VirtualClock:
         return self.now
 
     def move_to(self, moment: float) -> None:
-        """Move the clock forward. An earlier moment changes nothing."""
+        """Move the clock forward to `moment`. An earlier moment changes nothing."""
         self.now = max(self.now, moment)
 
 
 class RecordedClock:
-    """Returns the recorded readings of another clock, one per call. After the last one it repeats it, and counts the
-    calls that had no reading."""
+    """Returns the recorded readings of another clock, one per call. After the last reading it repeats that reading and
+    counts such calls in `num_missing`."""
 
     def __init__(self) -> None:
         self._readings: list[float] = []
@@ -34,7 +34,7 @@ class RecordedClock:
         return self._last
 
     def set_readings(self, readings: tuple[float, ...]) -> None:
-        """Replace the readings and reset the count."""
+        """Replace the readings and reset `num_missing`."""
         self._readings, self.num_missing = list(reversed(readings)), 0
 
     @property

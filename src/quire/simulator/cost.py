@@ -36,7 +36,7 @@ class Cost:
 
 
 class Fit(NamedTuple):
-    """A fitted cost. `error` is the sum of its absolute errors over all steps, outliers included, divided by the sum of
+    """A fitted cost. `error` is the sum of absolute errors over all steps, outliers included, divided by the sum of
     their seconds."""
 
     cost: Cost
@@ -46,7 +46,7 @@ class Fit(NamedTuple):
 
 
 def fit_cost(steps: Sequence[StepSize]) -> Fit:
-    """Fit a cost without negative prices by least squares. Outliers, such as the first step, are left out."""
+    """Fit a cost with non-negative coefficients by least squares. Outliers, such as the first step, are left out."""
     if not steps:
         return Fit(Cost(1e-3, 0.0, 0.0), 0, 0, 0.0)
     table = np.array(steps, dtype=np.float64)  # [steps, 3]
@@ -66,7 +66,8 @@ def _predict(table: npt.NDArray[np.float64], prices: npt.NDArray[np.float64]) ->
 
 
 def _solve(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Solve least squares. A column that is constant, or whose price would be negative, gets the price 0."""
+    """Solve least squares. A column that is constant, or whose coefficient would be negative, gets the coefficient
+    0."""
     columns = np.column_stack([np.ones(len(table)), table[:, :2]])
     used = [0, *(place for place in (1, 2) if np.ptp(columns[:, place]) > 0)]
     while True:

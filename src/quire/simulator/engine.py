@@ -1,4 +1,4 @@
-"""The real engine over a model whose outputs were recorded."""
+"""The real EngineCore over a model whose outputs were recorded."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ from quire.types.step import (
 
 
 class RecordedFetch:
-    """Adapters are read when they were in the recording: `ended` says which, before each step."""
+    """Completes the reading of an adapter in the step in which it completed in the recording: before each step, `ended`
+    lists these adapters."""
 
     def __init__(self) -> None:
         self.ended: list[Fetched] = []
 
     def order(self, info: AdapterInfo) -> None:
-        """Nothing is read."""
+        """Do nothing: a replay reads no adapter files."""
 
     def take(self) -> list[Fetched]:
         ended, self.ended = self.ended, []
@@ -48,7 +49,7 @@ class RecordedFetch:
 
 
 class InstantFetch:
-    """Every adapter has been read by the next step."""
+    """Completes the reading of every adapter by the next step."""
 
     def __init__(self) -> None:
         self._ordered: list[Fetched] = []
@@ -62,9 +63,9 @@ class InstantFetch:
 
 
 class RecordedModel:
-    """Returns the recorded outputs for a plan, and keeps the record of every plan until `take_plans`.
+    """Returns the recorded outputs for a plan, and keeps a record of every plan until `take_plans`.
 
-    Before each plan, `expect` must tell it the owners of the plan's new rows and the beam searches in it.
+    Before each plan, `expect` must be called with the owners of the plan's new rows and its beam searches.
     """
 
     def __init__(self, outputs: ModelOutputs, num_rows: int) -> None:
@@ -97,7 +98,7 @@ class RecordedModel:
         return result
 
     def _candidates(self, samples: SampledTokens, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Candidates:
-        """Return the candidates of all beams, and set `tokens` to the tokens that were sampled for the beams' rows."""
+        """Return the candidates of all beams, and write the tokens sampled for the beams' rows into `tokens`."""
         width = max(search.num_candidates for search in self._searches)
         lines: list[int] = []
         found = []
@@ -139,7 +140,7 @@ class RecordedModel:
 
 
 class _RowObserver(EngineObserver):
-    """Tells a recorded model, before each step is launched, which samples are in its rows."""
+    """Passes to a recorded model, before each step is launched, which samples are in its rows."""
 
     def __init__(self, model: RecordedModel) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""An executor without a device: the clock moves by the cost of each step."""
+"""An executor without a device: it advances a virtual clock by the cost of each step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ Model = Callable[[StepPlan], StepResult]
 
 
 def sample_zeros(plan: StepPlan) -> StepResult:
-    """A model that samples token 0 for every row."""
+    """Act as a model that samples token 0 for every row."""
     return StepResult(plan.step, np.zeros(len(plan.sample_rows), dtype=np.int32))
 
 
 class SimulatedExecutor:
-    """Runs steps one after the other, each for as long as it costs. `collect` moves the clock to the end of a step."""
+    """Runs steps one after the other; each takes the seconds of its cost. `collect` moves the clock to the end of a
+    step."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class SimulatedExecutor:
         self.depth = depth
         self._clock, self._cost, self._model = clock, cost, model
         self._transfers = SimulatedTransfers(clock, transfer_cost, files)
-        self._in_flight: deque[tuple[float, StepResult]] = deque()  # with the moment each step ends
+        self._in_flight: deque[tuple[float, StepResult]] = deque()  # (time at which the step ends, its result)
         self._free_at = 0.0
 
     def launch(self, plan: StepPlan) -> None:
@@ -48,7 +49,7 @@ class SimulatedExecutor:
         self._in_flight.append((self._free_at, self._model(plan)))
 
     def supply_masks(self, masks: Masks | None) -> None:
-        """The model's tokens are given, so masks change nothing."""
+        """Do nothing: the model's tokens are recorded, so masks change nothing."""
 
     def collect(self) -> StepResult:
         end, result = self._in_flight.popleft()
@@ -63,11 +64,11 @@ class SimulatedExecutor:
         return self._transfers.next_completion()
 
     def read_adapter(self, name: str, folder: str) -> AdapterInfo:
-        """Adapters are recorded: none is read."""
+        """Refuse: a replay knows only the adapters in its recording."""
         raise InvalidRequest("lora_path", f"{folder!r} cannot be read in a replay, as {name!r}", "record it")
 
     def forget_adapter(self, digest: str) -> None:
-        """Nothing is kept of an adapter."""
+        """Do nothing: no adapter is stored."""
 
     def close(self) -> None:
         self._in_flight.clear()

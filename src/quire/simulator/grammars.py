@@ -1,4 +1,4 @@
-"""Grammars that return recorded results."""
+"""A grammar compiler and matchers that return recorded results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.types.step import Bits
 
 
 class ReplayedGrammars:
-    """A grammar compiler for replays. The text of a grammar is the ordinal of its request, and `is_ready` says
+    """A grammar compiler for replays. The text of a grammar is the ordinal of its request, and `is_ready` returns
     whether that request's grammar is compiled."""
 
     def __init__(
@@ -53,7 +53,8 @@ class _ReplayedCompilation:
 
 
 class _ReplayedMatcher:
-    """Allows every token except those that were refused: the recorded tokens were sampled under the real grammar."""
+    """Allows every token except those that the recorded grammar refused, because the recorded tokens were sampled under
+    the real grammar."""
 
     def __init__(self, results: GrammarResults, all_allowed: Bits, path: list[int]) -> None:
         self._results, self._all_allowed, self._path = results, all_allowed, path

@@ -1,4 +1,4 @@
-"""Renders runs as one self-contained HTML page: a lane for each request, and graphs of memory and step times."""
+"""Renders runs as one self-contained HTML page: one lane per request, and graphs of memory and step times."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Axis(NamedTuple):
         return LEFT + (at - self.begin) * self.scale
 
     def ticks(self) -> list[float]:
-        """Return round numbers of seconds since the beginning."""
+        """Return the tick positions: round numbers of seconds since the beginning."""
         if self.seconds <= 0:
             return [0.0]
         power = 10.0 ** floor(log10(self.seconds / MAX_TICKS))
@@ -52,7 +52,7 @@ class _Axis(NamedTuple):
 
 
 def render(title: str, runs: Sequence[Run]) -> str:
-    """Return the page."""
+    """Return the HTML page."""
     key = "".join(f'<i style="background:{COLOURS[state]}"></i>{state}' for state in STATES)
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
@@ -89,7 +89,7 @@ def _lanes(run: Run, axis: _Axis) -> str:
 
 
 def _ticks(axis: _Axis, bottom: int) -> list[str]:
-    """Return the labels above the lanes, in seconds, and the lines through the lanes."""
+    """Return SVG elements: the labels above the lanes, in seconds, and the lines through the lanes."""
     parts = []
     for seconds in axis.ticks():
         x = axis.x(axis.begin + seconds)
@@ -107,7 +107,7 @@ def _rect(span: Span, axis: _Axis, top: int, request_id: str) -> str:
 
 
 def _fault(outcome: Outcome, axis: _Axis, top: int) -> str:
-    """Return the text that says why a request was refused or failed, next to the time of that."""
+    """Return the SVG text that says why a request was refused or failed, next to the time at which that happened."""
     x = axis.x(outcome.ended_at or outcome.arrival)
     label = f"{'refused' if outcome.refused else 'failed'}: {outcome.fault}"
     fits = x + 6 * min(len(label), _FAULT) < WIDTH
@@ -117,7 +117,7 @@ def _fault(outcome: Outcome, axis: _Axis, top: int) -> str:
 
 
 def _graph(run: Run, top: int, axis: _Axis) -> list[str]:
-    """Return the graphs of used blocks and step times."""
+    """Return the SVG graphs of used blocks and step times."""
     used = [(step.end, step.num_used / run.cache.num_blocks) for step in run.steps]
     longest = max((step.end - step.start for step in run.steps), default=0.0)
     took = [(step.end, (step.end - step.start) / (longest or 1.0)) for step in run.steps]

@@ -1,5 +1,5 @@
-"""The recorded outputs of the model and the grammars, by request, sample and place. A place is the index of a token in
-the output of its sample."""
+"""The recorded outputs of the model and the grammars, by request, sample and place. The place of a token is its index
+in the output of its sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Sample = tuple[int, int]  # the ordinal of a request and the index of its sample
 
 
 class BeamCandidates(NamedTuple):
-    """The most likely next tokens of a search's beams, in the order of the beams, and the token sampled for each."""
+    """The most likely next tokens of a search's beams, in the order of the beams, and the token sampled for each
+    beam."""
 
     token_ids: Ints  # [beams, k]
     scores: Floats  # [beams, k]
@@ -23,7 +24,7 @@ class BeamCandidates(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The failure of a sample."""
+    """The failure of a sample at `place`."""
 
     place: int  # -1: while its prompt is computed
     reason: str
@@ -31,17 +32,17 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True)
 class GrammarResults:
-    """The results of a request's grammar. The keys are digests of the tokens that a sample had generated."""
+    """The recorded results of a request's grammar. Keys are digests of the tokens that a sample had generated."""
 
     over: set[str] = field(default_factory=set)
     forced: dict[str, tuple[int, ...]] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
-    refused: set[tuple[str, int]] = field(default_factory=set)  # with the refused token
+    refused: set[tuple[str, int]] = field(default_factory=set)  # (digest, refused token)
 
 
 @dataclass(slots=True)
 class ModelOutputs:
-    """All recorded outputs. A sample that generates more tokens than were recorded continues with a filler token, which
+    """All recorded outputs. A sample that generates more tokens than were recorded continues with a filler token that
     does not end it."""
 
     tokens: defaultdict[Sample, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -50,10 +51,10 @@ class ModelOutputs:
     drafts: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     failures: dict[Sample, Failure] = field(default_factory=dict)
     grammars: defaultdict[int, GrammarResults] = field(default_factory=lambda: defaultdict(GrammarResults))
-    fillers: dict[int, int] = field(default_factory=dict)  # by ordinal, of requests that token 0 would end
+    fillers: dict[int, int] = field(default_factory=dict)  # by ordinal; only of requests that token 0 would end
 
     def add_tokens(self, sample: Sample, place: int, ids: list[int]) -> None:
-        """Set the tokens of a sample from a place on. They replace earlier ones."""
+        """Set the tokens of a sample from `place` on, replacing earlier ones."""
         tokens = self.tokens[sample]
         tokens += [self.filler(sample[0])] * (place - len(tokens))
         tokens[place : place + len(ids)] = ids
@@ -71,7 +72,7 @@ class ModelOutputs:
             self.fillers[ordinal] = next(token for token in range(len(end_ids) + 1) if token not in end_ids)
 
     def beam_candidates(self, ordinal: int, place: int, num_beams: int, width: int) -> BeamCandidates:
-        """Return `width` candidates for each of `num_beams` beams. Candidates that were not recorded are made up."""
+        """Return `width` candidates for each of `num_beams` beams. Missing candidates are invented."""
         found = self.beams.get((ordinal, place))
         if found is None or len(found.token_ids) < num_beams:
             first = self.filler(ordinal)

@@ -1,4 +1,5 @@
-"""Reads the file of a recording. An incomplete last line is left out; other damage is an error that names its line."""
+"""Reads the file of a recording. An incomplete last line is ignored; any other damage is an error that names its
+line."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def _checked(path: Path, number: int, read: Callable[[], T]) -> T:
-    """Call `read`, and turn its errors into a RecordingError that names the line."""
+    """Call `read`, and convert its errors to a RecordingError that names the line."""
     try:
         return read()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, QuireError) as error:
@@ -96,7 +97,7 @@ def _parse(path: Path, number: int, line: bytes) -> Record:
 
 
 class _Reader:
-    """Builds a Recording from its records, one after the other."""
+    """Builds a Recording from its records, in order."""
 
     def __init__(self, setup: Setup) -> None:
         self._recording = Recording(setup)
@@ -130,7 +131,8 @@ class _Reader:
         self._readers[kind](record)
 
     def finish(self) -> Recording:
-        """Return the recording. A sample that stop strings ended in the engine ends where its recorded tokens end."""
+        """Return the recording. A sample that the engine ended at a stop string is made to end where its recorded
+        tokens end."""
         recording = self._recording
         for ordinal, submitted in self._requests.items():
             end = recording.ends.get(ordinal)
@@ -145,7 +147,7 @@ class _Reader:
         return recording
 
     def _most_tokens(self, request: Submit) -> int:
-        """Return how many tokens a sample may generate."""
+        """Return how many tokens a sample of the request may generate."""
         room = self._recording.setup.scheduler.max_model_len - len(request.prompt_token_ids)
         return min(request.sampling.max_tokens or room, room)
 
@@ -277,7 +279,7 @@ class _Reader:
         if record.get("over"):
             results.over.add(path)
         if "forced" in record and self._recording.setup.tokens == "exact":
-            forced = tuple(record["forced"])  # no more than the caller's limit
+            forced = tuple(record["forced"])  # cut at the caller's limit, so keep the longest
             results.forced[path] = max(forced, results.forced.get(path, ()), key=len)
         if "fault" in record:
             results.faults[path] = str(record["fault"])

@@ -21,7 +21,7 @@ Readings = tuple[float, ...]  # all readings of the engine's clock during an eve
 
 
 class RecordingError(QuireError):
-    """A file is not a recording, is damaged, or cannot be replayed. The message says where and why."""
+    """A file is not a recording, is damaged, or cannot be replayed. The message names the place and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Unpinned:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """A LoRA adapter got a name."""
+    """A LoRA adapter was loaded under a name."""
 
     at: float
     clock: Readings
@@ -90,7 +90,7 @@ class AdapterLoaded:
 
 @dataclass(frozen=True, slots=True)
 class AdapterUnloaded:
-    """A LoRA adapter lost its name."""
+    """The name of a LoRA adapter was removed."""
 
     at: float
     clock: Readings
@@ -99,14 +99,14 @@ class AdapterUnloaded:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One call of `EngineCore.step`: the records of its plans, and the seconds of the steps it committed."""
+    """One call of `EngineCore.step`: the records of its plans, and the seconds taken by the steps that it committed."""
 
     at: float
     clock: Readings
     plans: tuple[dict[str, Any], ...]
     seconds: tuple[float, ...]
     compiled: tuple[int, ...]
-    fetched: tuple[tuple[str, bool], ...]  # LoRA adapters whose reading ended, and whether they were read
+    fetched: tuple[tuple[str, bool], ...]  # LoRA adapters whose reading ended, and whether it succeeded
     reports: tuple[TransferReport, ...]
     num_used: int
     num_running: int
@@ -136,8 +136,8 @@ class Ended:
 
 @dataclass(slots=True)
 class Recording:
-    """A whole recording. `end_reason` says why it ends; None: the file is truncated, and some requests may have
-    no end."""
+    """A whole recording. `end_reason` says why it ends; None: the file is truncated, and some requests may have no
+    end."""
 
     setup: Setup
     events: list[Event] = field(default_factory=list)

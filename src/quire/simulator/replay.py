@@ -59,7 +59,7 @@ class _ReplayExecutor:
         self._results.append(self._model(plan))
 
     def supply_masks(self, masks: Masks | None) -> None:
-        """The model's tokens are given, so masks change nothing."""
+        """Do nothing: the model's tokens are recorded, so masks change nothing."""
 
     def collect(self) -> StepResult:
         return self._results.popleft()
@@ -68,11 +68,11 @@ class _ReplayExecutor:
         return self.reports.popleft() if self.reports else NOTHING_MOVED
 
     def read_adapter(self, name: str, folder: str) -> AdapterInfo:
-        """Adapters are recorded: none is read."""
+        """Refuse: a replay knows only the adapters in its recording."""
         raise InvalidRequest("lora_path", f"{folder!r} cannot be read in a replay, as {name!r}", "record it")
 
     def forget_adapter(self, digest: str) -> None:
-        """Nothing is kept of an adapter."""
+        """Do nothing: no adapter is stored."""
 
     def close(self) -> None:
         self._results.clear()
@@ -132,7 +132,7 @@ class _Replay:
         return ReplayResult(self.run, difference)
 
     def _compare(self, event: Event) -> Difference | None:
-        """Repeat an event, and compare how often it read the clock."""
+        """Repeat an event, and compare its result and the number of clock readings with the recording."""
         self.clock.set_readings(event.clock)
         try:
             found = self._repeat(event)
@@ -234,7 +234,7 @@ class _Replay:
 
 
 def _without_misses(end: Ended) -> Ended:
-    """Remove the notes that name the request from whose prompt a prompt differs. If there are several such requests,
-    the choice depends on token ids, which a hashed recording does not have."""
+    """Remove the notes that name the request whose prompt differs. If there are several such requests, the choice
+    depends on token ids, which a hashed recording does not have."""
     ledger = tuple(entry._replace(note="") if entry.kind == "missed" else entry for entry in end.ledger)
     return replace(end, ledger=ledger)

@@ -1,4 +1,4 @@
-"""The result of a run: the outcome of every request, and every step. A run is recorded, replayed or simulated."""
+"""The result of a run: the outcome of every request, and every step. Runs are recorded, replayed or simulated."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class Outcome:
 
     @property
     def fault(self) -> str | None:
-        """Why the request was refused or failed; None: neither."""
+        """Why the request was refused or failed; None: it was neither."""
         return self.refused or self.error
 
     @property
     def ttft(self) -> float | None:
-        """Time to the first token."""
+        """Seconds from arrival to the first token."""
         first = self._first("first_token")
         return None if first is None else first - self.arrival
 
     @property
     def waited(self) -> float | None:
-        """Time until it was first admitted."""
+        """Seconds from arrival to the first admission."""
         admitted = self._first("admitted")
         return None if admitted is None else admitted - self.arrival
 
@@ -76,7 +76,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first."""
+        """Seconds per output token after the first."""
         first, ended = self._first("first_token"), self.ended_at
         if first is None or ended is None or self.num_outputs < 2:
             return None

@@ -1,4 +1,4 @@
-"""The summary of a run, the comparison of two runs, and both as plain values for JSON."""
+"""Summaries of runs, comparisons of two runs, and both as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.simulator.run import Outcome, Run
 from quire.simulator.timeline import Span, timeline
 
 PERCENTILES = (50, 90, 99)
-_SAME = 0.01  # a request whose latency changes by a smaller share counts as the same
+_SAME = 0.01  # relative change of latency below which a request counts as the same
 
 
 class Change(NamedTuple):
@@ -23,7 +23,7 @@ class Change(NamedTuple):
 
     @property
     def latency(self) -> float | None:
-        """The change of its latency in seconds."""
+        """The change of the request's latency in seconds."""
         before, after = self.before.latency, self.after.latency
         return None if before is None or after is None else after - before
 
@@ -69,7 +69,7 @@ def percentiles(values: Iterable[float | None]) -> dict[str, float]:
 
 
 def compare(before: Run, after: Run) -> list[Change]:
-    """Return every request that both runs have, the one that slowed down most first."""
+    """Return every request that is in both runs, the one that slowed down most first."""
     others = {outcome.ordinal: outcome for outcome in after.outcomes}
     pairs = [Change(each, others[each.ordinal]) for each in before.outcomes if each.ordinal in others]
     return sorted(pairs, key=lambda change: -(change.latency or 0.0))
@@ -84,7 +84,8 @@ def _blocks(run: Run) -> float:
 
 
 def export_run(run: Run) -> dict[str, Any]:
-    """Return a run with its configuration, summary, requests and steps. Times are seconds since its first arrival."""
+    """Return a run with its configuration, summary, requests and steps as plain values. Times are in seconds since its
+    first arrival."""
     begin = run.begin
     return {
         "name": run.name,
@@ -97,7 +98,7 @@ def export_run(run: Run) -> dict[str, Any]:
 
 
 def export_changes(before: Run, after: Run) -> list[dict[str, Any]]:
-    """Return the changes of every request, the one that slowed down most first."""
+    """Return the changes of every request as plain values, the one that slowed down most first."""
     return [_change(change) for change in compare(before, after)]
 
 

@@ -15,7 +15,7 @@ KEY = "  ".join(f"{mark} {state}" for state, mark in MARKS.items())
 
 
 def show_run(run: Run, rows: int) -> str:
-    """Return the summary of a run and the timelines of its first `rows` requests; 0: of all."""
+    """Return the summary of a run and the timelines of its first `rows` requests (0: all)."""
     requests, begin, seconds = timeline(run), run.begin, run.seconds
     shown = requests[:rows] if rows else requests
     header = ["request", "arrived", "waited", "TTFT", "end", "out", "preempted", "why", "timeline"]
@@ -32,7 +32,7 @@ def show_summary(runs: Sequence[Run]) -> str:
 
 
 def summary_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """Return the rows of the summary table: the name of a figure and its value in every run."""
+    """Return the rows of the summary table: the name of each value, and the value in every run."""
     found = [summarize(run) for run in runs]
     rows = [
         ["requests finished", *(f"{each['finished']} of {each['requests']}" for each in found)],

@@ -1,4 +1,4 @@
-"""The timeline of a run: when each request waited, ran and was preempted, and why. Made from the requests' ledgers."""
+"""The timeline of a run, from the requests' ledgers: when each request waited, ran or was preempted, and why."""
 
 from __future__ import annotations
 

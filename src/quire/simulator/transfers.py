@@ -1,4 +1,4 @@
-"""Simulated transfers between the tiers: each takes as long as it costs and copies no bytes."""
+"""Simulated transfers between the tiers: each takes the seconds of its cost and copies no bytes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _Pending(NamedTuple):
 
 
 class SimulatedTransfers:
-    """The link between device and host, and the disk. Each runs one transfer at a time, and none fails. `files` are on
-    the disk at the start."""
+    """Simulates the link between device and host, and the disk. Each runs one transfer at a time, and none fails.
+    `files` are on the disk at the start."""
 
     def __init__(self, clock: VirtualClock, cost: TransferCost, files: tuple[FoundFile, ...] = ()) -> None:
         self._clock, self._cost = clock, cost
@@ -81,7 +81,7 @@ class SimulatedTransfers:
 
 
 def fit_transfer_cost(reports: Iterable[TransferReport]) -> TransferCost:
-    """Return the average seconds per block in the reports, or the default where no block was copied."""
+    """Return the mean seconds per block in the reports, or the default where no block was copied."""
     saved = loaded = 0
     saving = loading = 0.0
     for report in reports:

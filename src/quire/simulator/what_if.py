@@ -1,7 +1,8 @@
 """Simulates the requests of a recording under another configuration.
 
-Every request comes at its recorded time, even if its client sent it in reaction to an earlier output. A step takes the
-time that a cost model, fitted to the recorded steps, gives for its size. Every sample generates its recorded tokens.
+Every request arrives at its recorded time, even if its client sent it in reaction to an earlier output. A step takes
+the time that a cost model, fitted to the recorded steps, predicts for its size. Every sample generates its recorded
+tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from quire.types.request import Abort, Submit
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A recording and the fitted costs of its steps and transfers. It can be run under any configuration."""
+    """A recording and the fitted costs of its steps and transfers. `run` simulates it under any configuration."""
 
     recording: Recording
     fit: Fit
@@ -53,10 +54,10 @@ class Scenario:
         return cls(recording, fit_cost(recording.step_sizes()), fit_transfer_cost(reports))
 
     def run(self, name: str, cache: CacheConfig, scheduler: SchedulerConfig) -> Run:
-        """Simulate the recording. Raises ConfigError for settings that exclude each other, RecordingError if the engine
-        stops.
+        """Simulate the recording. Raises ConfigError for settings that exclude each other, and RecordingError if the
+        engine dies.
 
-        Policies that reserve memory neither share nor swap out blocks: they run without a prefix cache and tiers.
+        Policies that reserve blocks neither share nor swap them, so these run without a prefix cache and without tiers.
         """
         if scheduler.policy in RESERVING:
             if not cache.groups.is_plain:

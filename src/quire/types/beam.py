@@ -1,4 +1,4 @@
-"""The parameters and results of beam search, with the names of vLLM."""
+"""The parameters and results of beam search. Their names are those of vLLM."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from quire.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """The parameters of a beam search. Frozen and fully validated when made; unknown arguments are errors.
+    """The parameters of a beam search. Frozen and fully validated when made; unknown arguments raise InvalidRequest.
 
-    `length_penalty` and `early_stopping` mean the same as in transformers, all other names the same as in
+    `length_penalty` and `early_stopping` mean what they mean in transformers; all other fields mean what they mean in
     SamplingParams.
     """
 
@@ -42,7 +42,7 @@ class BeamSearchParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        width = self.rules.width  # raises if it is no width
+        width = self.rules.width  # raises if beam_width is invalid
         if self.temperature != 0:
             raise InvalidRequest("temperature", f"must be 0, got {self.temperature!r}", "beams are not sampled")
         if self.sampling.n > width:
@@ -54,7 +54,7 @@ class BeamSearchParams:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The parameters that a beam search shares with sampling."""
+        """The parameters that beam search shares with sampling, as SamplingParams."""
         return SamplingParams(
             n=self.beam_width if self.n is None else self.n,
             temperature=0.0,

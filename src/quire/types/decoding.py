@@ -1,4 +1,4 @@
-"""The rules of beam search, and the parameters of structured output."""
+"""The settings of a beam search (BeamRules), and the parameters of structured output."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_BEAM_WIDTH = 256
 MAX_CHOICES = 1_024
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
 
-OF_BACKENDS: dict[str, tuple[bool, ...]] = {  # members of vLLM's, with the values that change nothing here
-    "disable_any_whitespace": (False, True),  # JSON has one way to write blanks
+OF_BACKENDS: dict[str, tuple[bool, ...]] = {  # vLLM's backend options, with the values that Quire accepts and ignores
+    "disable_any_whitespace": (False, True),  # the whitespace of generated JSON is fixed
     "disable_fallback": (False, True),
     "disable_additional_properties": (False,),
     "whitespace_pattern": (),
@@ -25,14 +25,14 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True, slots=True)
 class BeamRules:
-    """How a beam search keeps and ranks its hypotheses, as transformers does.
+    """How a beam search keeps and ranks its hypotheses; the rules are those of transformers.
 
     The score of a finished hypothesis is its summed logprob / (number of generated tokens ** length_penalty).
     """
 
     width: int
     length_penalty: float = 1.0
-    early_stopping: EarlyStopping = False  # True: stop at `width` finished ones; "never": when no better one can come
+    early_stopping: EarlyStopping = False  # True: stop at `width` finished; "never": stop when none can score higher
     stream_best: bool = False  # report the best hypothesis of every step in TokensOut.best
 
     def __post_init__(self) -> None:
@@ -48,14 +48,14 @@ class BeamRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The constraint that an answer must match: exactly one of the fields. The names are those of vLLM."""
+    """The constraint that an answer must match: exactly one field is set. The field names are those of vLLM."""
 
     json: str | Mapping[str, Any] | None = None  # a JSON schema, or its text
     regex: str | None = None
     choice: Iterable[str] | None = None
     grammar: str | None = None  # EBNF or Lark
     json_object: bool | None = None  # any JSON object
-    structural_tag: str | Mapping[str, Any] | None = None  # free text with tags that follow schemas, or its JSON text
+    structural_tag: str | Mapping[str, Any] | None = None  # free text with parts that follow schemas
 
     def __post_init__(self) -> None:
         given = [item.name for item in fields(self) if getattr(self, item.name) is not None]
@@ -87,7 +87,8 @@ class StructuredOutputsParams:
 
 
 def read_structured_outputs(name: str, value: object) -> StructuredOutputsParams | None:
-    """Convert a mapping of fields to StructuredOutputsParams; instances and None are returned as they are."""
+    """Convert a mapping of fields to StructuredOutputsParams; return instances and None unchanged. Raises
+    InvalidRequest."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     known = [item.name for item in fields(StructuredOutputsParams)]
@@ -102,7 +103,7 @@ def read_structured_outputs(name: str, value: object) -> StructuredOutputsParams
 
 
 def _schema_text(schema: object) -> str:
-    """Return the JSON text of a schema, with its keys in the given order: an answer's members follow that order."""
+    """Return the JSON text of a schema. Keys keep their order, because the members of the answer follow it."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)

@@ -1,13 +1,14 @@
-"""All errors that users can get. Each message is one line: the problem, the limit and the fix."""
+"""The errors that users can get. Each message is one line: the problem, the limit and the fix."""
 
 from __future__ import annotations
 
 
 class QuireError(Exception):
-    """The base of all errors of Quire. The message is one line that can be shown to a user."""
+    """Base class of all errors of Quire. The message is one line that can be shown to a user."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors may cross processes, as those of multiprocessing's pools do: their constructors take no message."""
+        """Pickle the error by its fields, because the constructors of subclasses do not take the message. Errors cross
+        processes, for example in multiprocessing pools."""
         return _restore, (type(self), self.args, self.__dict__)
 
 
@@ -55,4 +56,4 @@ class EngineDead(QuireError):
 
 
 class OutOfBlocks(QuireError):
-    """There are not enough free blocks for an allocation. Nothing was changed."""
+    """An allocation needs more free blocks than there are. Nothing was changed."""

@@ -1,11 +1,11 @@
-"""Grammars that were tried before an engine compiles them, and the digest that says so."""
+"""CheckedGrammar: a grammar that compiled within limits in a process of its own, with the digest that proves it."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 
-_PERSON = b"quire-checked"  # no other digest of the same text is equal
+_PERSON = b"quire-checked"  # BLAKE2 personalization: no other hash of the same text is equal
 
 
 def grammar_digest(text: str) -> str:
@@ -15,9 +15,9 @@ def grammar_digest(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CheckedGrammar:
-    """A grammar that was compiled once in a process that may be killed, with little time and memory.
+    """A grammar that compiled once in a process that may be killed, within limits of time and memory.
 
-    Only the checker of grammars makes one. An engine that serves takes no other grammar.
+    Only the grammar checker makes one. The engine of a server refuses other grammars.
     """
 
     text: str

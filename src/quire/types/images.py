@@ -1,4 +1,4 @@
-"""Images of a prompt, as they go from the serving layer through the engine to the workers."""
+"""Images of a prompt, in the form that the serving layer, the engine and the workers exchange."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ else:
     TokenIds = array
 
 KEY_BYTES = 32
-MAX_PIXEL_BYTES = 48 * 2**20  # of all images of a request: they travel in one message
+MAX_PIXEL_BYTES = 48 * 2**20  # of all images of a request, because one message carries them
 _SIGN = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """An image that stands for `rows` * `columns` placeholder tokens of a prompt, row by row, from token `start` on.
+    """An image in a prompt. It replaces `rows` * `columns` placeholder tokens, row by row, from token `start` on.
 
-    `pixels` are its bytes after resizing: red, green and blue of every pixel, row by row. `key` is their hash: two
-    images are the same if their keys are.
+    `pixels` are its bytes after resizing: red, green and blue of every pixel, row by row. `key` is the hash of content
+    and shape: images with equal keys are the same image.
     """
 
     start: int
@@ -48,9 +48,11 @@ def image_key(rows: int, columns: int, pixels: bytes) -> bytes:
 
 
 def key_tokens(tokens: TokenIds, images: Sequence[PromptImage]) -> bytes:
-    """Return the int32 bytes by which the blocks of a prompt are cached. In place of an image's placeholders stand
-    negative numbers, which are no tokens, made of its key: prompts with different images have no block in common from
-    the image on."""
+    """Return the int32 bytes that key the blocks of a prompt in the prefix cache.
+
+    The placeholder tokens of an image are replaced by negative values made from the image's key. So prompts with
+    different images share no block from the image on.
+    """
     if not images:
         return tokens.tobytes()
     keyed = tokens[:]

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 LedgerKind = Literal[
     "received",  # the server received the request
-    "resubmitted",  # the engine died with the request, and the next engine gets it
+    "resubmitted",  # the engine died, and the request was submitted to the next engine
     "queued",  # the request entered the engine's queue
     "admitted",  # the engine gave the request rows and blocks
     "cached",  # the first `amount` tokens to compute were found in the prefix cache
@@ -17,17 +17,17 @@ LedgerKind = Literal[
     "finished",
 ]
 MissReason = Literal[
-    "not_cached",  # no more is cached of what the request begins with
+    "not_cached",  # nothing more of the request's prefix is cached
     "differs",  # another request has other tokens from here on
     "evicted",  # the tokens from here on were cached, and their blocks were evicted
 ]
 
 
 class PrefixMiss(NamedTuple):
-    """Why the prefix cache has no more of a request's tokens than `num_found`.
+    """Why the prefix cache holds only the first `num_found` tokens of a request.
 
     `request_id` is set for "differs", if the other request is of the same tenant. `num_tokens`, `seconds_ago` and
-    `policy` are set for "evicted": how many of the tokens that follow were evicted, when, and by which policy.
+    `policy` are set for "evicted": how many of the following tokens were evicted, when, and by which policy.
     """
 
     reason: MissReason
@@ -38,7 +38,7 @@ class PrefixMiss(NamedTuple):
     policy: str = ""
 
     def text(self) -> str:
-        """Return the reason in words."""
+        """Return the reason as text for users."""
         if self.reason == "differs":
             other = f"request {self.request_id}" if self.request_id else "another request"
             return f"from here on it differs from {other}"

@@ -16,9 +16,9 @@ FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 class SampleEnd(NamedTuple):
-    """The end of one sample of a request, with all that it generated."""
+    """The end of one sample of a request, with everything that the sample generated."""
 
-    index: int  # type: ignore[assignment] # of the sample: `index` of a tuple is not needed
+    index: int  # type: ignore[assignment] # of the sample; hides tuple.index, which nobody uses
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: int | str | None = None  # the stop token id or stop string; None for eos and length
@@ -42,12 +42,12 @@ class Finished(NamedTuple):
     num_preemptions: int = 0
     ledger: tuple[LedgerEntry, ...] = ()
     refused: str = ""  # the invalid field, if the request was accepted and found invalid later
-    pooled: bytes = b""  # float32 numbers: a row for each text of a request that was pooled
+    pooled: bytes = b""  # float32: one row for each text of a pooling request
 
 
-@dataclass(slots=True)  # made in every step; a frozen one takes three times as long
+@dataclass(slots=True)  # not frozen: one is made per step, and a frozen one takes three times as long
 class TokensOut:
-    """The output of one step: a batch of tokens, and the requests that finished. Nobody changes it.
+    """The output of one step: a batch of tokens, and the requests that finished. Never changed after it is made.
 
     `samples[i]` is the handle that EngineCore.submit returned, plus the index of the sample. A sample that verified a
     draft may occur several times, in the order of its tokens. Samples that are ranked at their end do not occur.

@@ -1,4 +1,4 @@
-"""What is asked of a model that makes embeddings or classifies, and the outputs that users get."""
+"""The parameters of pooling requests (embeddings, classification, scores), and the outputs that users get."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PoolingKind = Literal["mean", "cls", "last"]
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """What one text becomes: an embedding, or the logits or probabilities of a classifier."""
+    """How a text is pooled: into an embedding, or into the logits or probabilities of a classifier."""
 
-    dimensions: int | None = None  # keep so many numbers of an embedding; None: all
-    normalize: bool | None = None  # an embedding to length 1; None: as the model's files say
-    activate: bool = True  # a classifier's logits become probabilities or scores
+    dimensions: int | None = None  # keep the first so many elements of an embedding; None: all
+    normalize: bool | None = None  # scale an embedding to length 1; None: as the model's files say
+    activate: bool = True  # convert a classifier's logits to probabilities or scores
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
@@ -26,13 +26,13 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True)
 class PoolingWork:
-    """Texts of one request that are computed together: their tokens stand one text after the other."""
+    """The texts of one pooling request. They are computed together: their tokens are concatenated."""
 
     params: PoolingParams
     lengths: tuple[int, ...]  # tokens of each text
-    first_parts: tuple[int, ...] = ()  # of each text, tokens of the first of a pair; empty: no text is a pair
-    kind: PoolingKind = "last"  # of a decoder's states; an encoder pools as its files say
-    answers: tuple[int, ...] = ()  # tokens for no and yes: the score is how much likelier yes is; empty: no score
+    first_parts: tuple[int, ...] = ()  # tokens of the first text of each pair; empty: no pairs
+    kind: PoolingKind = "last"  # which hidden states a decoder pools; an encoder follows its files
+    answers: tuple[int, ...] = ()  # token ids of "no" and "yes", whose logits give the score; empty: no score
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +58,21 @@ class Classification:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How well two texts fit together; more is better."""
+    """How well two texts match; higher is better."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """An embedding or probabilities, whichever the model makes."""
+    """An embedding or class probabilities, depending on the model."""
 
     data: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput(Generic[Data]):
-    """One text, and what became of it."""
+    """The pooled output of one text."""
 
     outputs: Data
     prompt: str | None
@@ -104,4 +104,4 @@ class ClassificationOutput(PoolingOutput[Classification]):
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput(PoolingOutput[Score]):
-    """The score of one pair of texts. `prompt_token_ids` are those of both."""
+    """The score of one pair of texts. `prompt_token_ids` are the tokens of both."""

@@ -1,4 +1,4 @@
-"""The input of the engine: a request, and the order to abort one."""
+"""The input of the engine: requests (Submit), and orders to abort them (Abort)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ else:
 
 
 def pack_tokens(tokens: Iterable[int]) -> TokenIds:
-    """Return tokens as an array of int32, which takes four bytes per token and no work of the garbage collector. Raises
-    InvalidRequest if a token is no int32."""
+    """Return tokens as an array of int32, which takes four bytes per token and which the garbage collector need not
+    scan. Raises InvalidRequest if a token is not an int32."""
     try:
         return array("i", tokens)
     except (TypeError, OverflowError):
@@ -30,7 +30,7 @@ def pack_tokens(tokens: Iterable[int]) -> TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """One request, tokenized and validated by the serving layer. Any sequence of token ids becomes an array."""
+    """One request, tokenized and validated by the serving layer. Any sequence of token ids is converted to an array."""
 
     request_id: str
     prompt_token_ids: TokenIds
@@ -39,26 +39,26 @@ class Submit:
     priority: int = 0
     cache_salt: str = ""  # requests share cached blocks only if their salts are equal
     beam: BeamRules | None = None  # beam search; the best sampling.n answers are returned
-    source: Branch | None = None  # where it branches off; its blocks are reused if they still exist
-    tenant: str = ""  # the client that it runs for; the fair policy shares by it
+    source: Branch | None = None  # the position it branches from; blocks up to there are reused if they still exist
+    tenant: str = ""  # the client it runs for; the fair policy shares the device among tenants
     pin: str = ""  # if set: keep the prompt pinned under this name after the request
-    images: tuple[PromptImage, ...] = ()  # of the prompt, by their place in it
-    adapter: str = ""  # the name of its LoRA adapter; empty: the model as it is
-    pooling: PoolingWork | None = None  # if set: each of its texts becomes a row of numbers; nothing is generated
-    adapter_digest: str = ""  # of that adapter; the engine sets it when it accepts the request
-    prefilled: bool = False  # another engine has just computed its prompt: its blocks are awaited
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in the order of their positions
+    adapter: str = ""  # the name of its LoRA adapter; empty: none
+    pooling: PoolingWork | None = None  # if set: each of its texts is pooled to one vector; nothing is generated
+    adapter_digest: str = ""  # content hash of the adapter; set by the engine when it accepts the request
+    prefilled: bool = False  # another engine has just computed its prompt: wait for its blocks
 
     @property
     def cache_root(self) -> str:
-        """Requests share cached blocks only if this is equal: it tells apart salts and adapters. A request without an
-        adapter has its salt."""
+        """The root of the prefix cache for this request, made of its salt and its adapter's digest. Requests share
+        cached blocks only if their roots are equal. Without an adapter it is the salt."""
         if self.adapter_digest:
             return f"\0{self.adapter_digest}\0{self.cache_salt}"
         return f"\0\0{self.cache_salt}" if self.cache_salt.startswith("\0") else self.cache_salt
 
     @property
     def key_tokens(self) -> bytes:
-        """The int32 bytes by which the blocks of its prompt are cached."""
+        """The int32 bytes that key the blocks of the prompt in the prefix cache."""
         return key_tokens(self.prompt_token_ids, self.images) if self.images else self.prompt_token_ids.tobytes()
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request, or only its sample `index`. Idempotent; unknown ids are ignored.
+    """Orders the engine to end a request, or only its sample `index`. Idempotent; unknown ids are ignored.
 
     The serving layer sets `stop_reason` when it finds a stop string: the finish reason is then "stop", not "abort".
     """

@@ -1,4 +1,4 @@
-"""The sampling parameters of a request, with the names of vLLM."""
+"""The sampling parameters of a request. Their names are those of vLLM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_SEED = 2**64 - 1
 MAX_PATTERN_SIZE = 4_096
 MAX_PATTERN_COUNT = 65_536
 _Class = TypeVar("_Class")
-_MANY_TOKENS = 128  # from here on, checking token ids as an array is faster than a loop over them
+_MANY_TOKENS = 128  # from this length on, checking token ids as an array is faster than a loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RepetitionDetection:
 
 
 def _take_vllm_fields(cls: type[_Class]) -> type[_Class]:
-    """Let a dataclass take fields of vLLM that have another name here, or ask for nothing."""
+    """Let a dataclass accept vLLM's fields that Quire names differently, and those with a value that has no effect."""
     init, known = cls.__init__, frozenset(cls.__dataclass_fields__)  # type: ignore[attr-defined]
 
     @wraps(init)
@@ -69,7 +69,8 @@ def _take_vllm_fields(cls: type[_Class]) -> type[_Class]:
 @_take_vllm_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The sampling parameters of a request. Frozen and fully validated when made; unknown arguments are errors.
+    """The sampling parameters of a request. Frozen and fully validated when made; unknown arguments raise
+    InvalidRequest.
 
     Lists become tuples without duplicates. Logprobs are raw: the log-softmax of the model's logits before temperature,
     penalties and filters. `dataclasses.replace` makes a changed copy.
@@ -92,22 +93,22 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None  # how many most likely tokens, besides the chosen one; -1: the whole vocabulary
+    logprobs: int | None = None  # report this many most likely tokens besides the chosen one; -1: all of the vocabulary
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
-    prompt_logprobs_start: int | None = None  # only from this prompt token on: those before may come from the cache
+    prompt_logprobs_start: int | None = None  # from this prompt token on; earlier tokens may come from the prefix cache
     logprob_token_ids: Iterable[int] | None = ()  # more tokens whose logprobs are returned; implies logprobs=0
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     repetition_detection: RepetitionDetection | Mapping[str, int] | None = None  # ends answers that repeat themselves
-    best_of: int | None = None  # generate so many samples and return the n best; None: n
+    best_of: int | None = None  # generate this many samples and return the n best; None: n
     rank_by: str = "mean"  # best_of ranks by the "mean" or the "sum" of the tokens' logprobs
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(default=None, hash=False)
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what AsyncLLM.generate yields
 
     def __post_init__(self) -> None:
-        # A value that is the default object needs no check. Equality would not do: True == 1 and 1.0 == 1.
+        # Values that are the default object itself need no check. Compare by identity: True == 1 and 1.0 == 1.
         given = [
             (name, value)
             for (name, default), value in zip(_DEFAULT_ITEMS, _read_values(self), strict=True)
@@ -125,8 +126,8 @@ class SamplingParams:
     def trusted(cls, **values: Any) -> SamplingParams:
         """Make an instance without checking its values. Fields that are not named get their defaults.
 
-        The values must be those of an instance that was validated before, as for one that arrives from another
-        process of this server. An unknown name raises InvalidRequest.
+        The values must come from an instance that was validated before, for example in another process of this server.
+        An unknown name raises InvalidRequest.
         """
         if not values.keys() <= _DEFAULTS.keys():
             unknown = next(name for name in values if name not in _DEFAULTS)
@@ -138,16 +139,15 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """Make an instance from values of which None means the default."""
+        """Make an instance from values in which None means the default."""
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def clone(self) -> SamplingParams:
-        """Return a copy: the instance itself, which cannot change."""
+        """Return a copy. An instance never changes, so this is the instance itself."""
         return self
 
     def changed_fields(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, by name: what `trusted` needs to make an equal
-        instance."""
+        """Return the fields that differ from their defaults, by name. `trusted` makes an equal instance of them."""
         fields = zip(_DEFAULT_ITEMS, _read_values(self), strict=True)
         return {name: value for (name, default), value in fields if value is not default and value != default}
 
@@ -175,26 +175,26 @@ class SamplingParams:
     @property
     def structure(self) -> StructuredOutputsParams | None:
         """`structured_outputs` with its type after validation."""
-        if self.structured_outputs is None:  # nearly always, and to ask for a Mapping takes longer
+        if self.structured_outputs is None:  # nearly always; isinstance(..., Mapping) is slower
             return None
         assert not isinstance(self.structured_outputs, Mapping)
         return self.structured_outputs
 
     @property
     def ends_by_text(self) -> bool:
-        """Whether the end of an answer depends on its text, so that every token must be checked."""
+        """Whether the text of an answer can end it, so that its text must be checked after every token."""
         return bool(self.stop) or self.repetition_detection is not None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """The token ids and the grammar that the serving layer derives from a request's words."""
+    """What the serving layer derives from a request's parameters with the tokenizer: token ids and the grammar."""
 
     end_ids: tuple[int, ...] = ()  # tokens that end a sequence: eos (unless ignored) and stop_token_ids
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not occur in the output
-    eos_ids: tuple[int, ...] = field(default=())  # the part of end_ids that is the model's end of text
+    eos_ids: tuple[int, ...] = field(default=())  # those of end_ids that the model defines as end of sequence
     grammar: str = ""  # the grammar that the answer must match, in the format of llguidance; "": none
-    grammar_digest: str = ""  # of a grammar that was checked: see CheckedGrammar
+    grammar_digest: str = ""  # proves that the grammar was checked: see CheckedGrammar
 
 
 def _stop(name: str, value: object) -> tuple[str, ...]:
@@ -253,7 +253,8 @@ def _logit_bias(name: str, value: object) -> dict[int, float] | None:
 
 
 def _repetition_detection(name: str, value: object) -> RepetitionDetection | None:
-    """Convert a mapping with the names of vLLM. A max_pattern_size of 0 means none, a min_pattern_size of 0 means 1."""
+    """Convert a mapping with the names of vLLM. A max_pattern_size of 0 means no detection, a min_pattern_size of 0
+    means 1."""
     if value is None or isinstance(value, RepetitionDetection):
         return value
     known = ("max_pattern_size", "min_pattern_size", "min_count")
@@ -272,7 +273,7 @@ def _rank_by(name: str, value: object) -> str:
 
 
 def _from_json_key(token: object) -> object:
-    """Return the whole number in a string: the keys of a JSON object are strings."""
+    """Convert a string of digits to an int, because JSON object keys are strings. Return anything else unchanged."""
     return int(token) if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 20 else token
 
 
@@ -354,9 +355,9 @@ def check_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _are_below(tokens: Sequence[int], limit: int) -> bool:
-    """Whether all tokens are whole numbers in [0, limit). There must be at least one."""
+    """Whether all tokens are whole numbers in [0, limit). `tokens` must not be empty."""
     try:
         packed = struct.pack(f"{len(tokens)}I", *tokens)
-    except struct.error:  # one is negative, too large or no whole number
+    except struct.error:  # an item is negative, too large or not a whole number
         return False
     return int(np.frombuffer(packed, np.uint32).max()) < limit

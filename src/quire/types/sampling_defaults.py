@@ -1,4 +1,4 @@
-"""The sampling parameters that a model's makers recommend. A request that sets none of its own gets these."""
+"""The sampling parameters that a model's makers recommend, used for requests that do not set them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Recommended values of sampling parameters. None: the makers recommend nothing, and SamplingParams decides.
+    """Recommended values of sampling parameters. None: no recommendation, so the default of SamplingParams applies.
 
     Raises InvalidRequest, naming the parameter, for a value that no request may have.
     """
@@ -31,7 +31,7 @@ class SamplingDefaults:
             object.__setattr__(self, name, getattr(checked, name))
 
     def given(self) -> dict[str, Any]:
-        """Return the values that are recommended, by the names of SamplingParams."""
+        """Return the recommended values, by the names of SamplingParams."""
         return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
 
     def params(self) -> SamplingParams:

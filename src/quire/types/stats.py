@@ -11,7 +11,8 @@ STEP_SIZES = tuple(2**i for i in range(21))  # upper bounds of the buckets by wh
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
-    """The KV blocks on the device. `used` blocks are held by a sequence; all others, even `cached` ones, are `free`.
+    """The KV blocks on the device. `used` blocks are held by a sequence; all others are `free`, including `cached`
+    ones.
 
     `waste` is the share of allocated token slots that hold no token.
     """
@@ -24,7 +25,7 @@ class BlockStats:
     slots_allocated: int
     cached: int = 0
     pinned: int = 0  # held by pinned prefixes
-    block_size: int = 0  # token slots of a block
+    block_size: int = 0  # token slots per block
 
     @property
     def waste(self) -> float:
@@ -41,23 +42,24 @@ TIER_FAILURES = (
     "host_full",  # not saved: all slots in host memory are held
     "transport_full",  # a block was not sent to other engines: the KV transport has no room
     "transport_io",  # the KV transport, or the connection to another engine, failed
-    "transport_missing",  # another engine has the block no more
+    "transport_missing",  # another engine no longer has the block
     "transport_corrupt",  # the checksum, model or layout of a received block is wrong
     "transport_timeout",  # another engine did not answer in time
-    "transport_queue",  # not sent or looked up: too much is pending
+    "transport_queue",  # not sent or looked up: too many requests are pending
 )
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """The tiers behind the device, in blocks. `*_blocks`, `*_used` and `*_held` are current values, others counters.
+    """The tiers behind the device, in blocks. `*_blocks`, `*_used` and `*_held` are current values; the other fields
+    are counters.
 
     `failures` counts failed and skipped copies by reason. A failure costs time and never changes a result.
     """
 
     host_blocks: int = 0
     host_used: int = 0
-    host_held: int = 0  # held by a preempted request, or being copied
+    host_held: int = 0  # held for a preempted request, or being copied
     disk_blocks: int = 0
     disk_used: int = 0
     saved: int = 0  # copied from device to host
@@ -69,7 +71,7 @@ class TierStats:
     failures: dict[str, int] = field(default_factory=dict)
     block_bytes: int = 0
     put: int = 0  # sent from host memory to other engines
-    got: int = 0  # received from other engines in host memory
+    got: int = 0  # received from other engines into host memory
 
 
 NO_TIERS = TierStats()
@@ -85,7 +87,7 @@ class EngineStats:
     waiting: int
     finished: int
     preemptions: int
-    prompt_tokens: int  # computed in chunks, including those computed again
+    prompt_tokens: int  # computed in chunks, including tokens computed again
     output_tokens: int
     step_seconds: float  # sum over all steps, from launch to commit
     blocks: BlockStats

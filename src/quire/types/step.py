@@ -1,12 +1,12 @@
-"""The interface of engine and runtime: for each forward pass the engine passes a plan and gets a result.
+"""The interface between engine and runtime: for each forward pass the engine passes a StepPlan and gets a StepResult.
 
 A row is the place of a live sequence in the persistent state of every worker; the engine numbers the rows. A plan
-carries only what changed since the previous plan: rows that only decode are numbers in one shared array.
+carries only what changed since the previous plan. A row that only decodes takes one entry of `StepPlan.decode_rows`.
 
 Most rows run ahead: their sampled tokens feed the next step on the device, before the engine has seen them. Rows whose
-next step depends on values (a beam, a draft to verify) are paced: the engine waits for their results, and the plan that
-computes their next tokens also says which they are. Rows under a grammar can run ahead too: the forward pass of a
-guided plan needs only tokens that are on the device, and the masks of allowed tokens follow before it samples.
+next step depends on the sampled tokens (a beam, a draft to verify) are paced: the engine waits for their results, and
+the next plan carries the tokens to compute. Rows under a grammar can run ahead too: the forward pass of a guided plan
+needs only tokens that are on the device, and the masks of allowed tokens follow before it samples.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class BlockCopy(NamedTuple):
 
 
 class StateMove(NamedTuple):
-    """From token `position` on, the state of a row's recurrent layers is kept in `slot`. Slot `source` holds the state
-    after the first `position` tokens and keeps it, if it is another one; -1: there are no tokens before."""
+    """Keep the state of a row's recurrent layers in `slot` from token `position` on. The state after the first
+    `position` tokens is read from slot `source`, which stays unchanged unless it is `slot`; -1: there are no earlier
+    tokens."""
 
     row: int
     position: int
@@ -52,19 +53,19 @@ class StateMove(NamedTuple):
 
 
 class NewRow(NamedTuple):
-    """A sequence gets a row. `token_ids` are all of its tokens so far: the prompt, then what it has generated."""
+    """A sequence that gets a row. `token_ids` are all of its tokens so far: the prompt, then its output."""
 
     row: int
     token_ids: Ints
     num_prompt_tokens: int
-    block_ids: tuple[int, ...]  # the blocks that it holds in this step; later ones are granted
+    block_ids: tuple[int, ...]  # blocks that it holds in this step; grants add later ones
     sampling: SamplingParams
     rules: TokenRules
     sample_index: int  # index among the request's n samples
-    seed: int  # the user's, or one that the engine derived
-    num_candidates: int = 0  # how many most likely next tokens its samples report
-    images: tuple[PromptImage, ...] = ()  # of its prompt, by their place in it
-    pools: PoolingWork | None = None  # its only sample reports numbers of the prompt; nothing is sampled
+    seed: int  # the request's, or one that the engine derived
+    num_candidates: int = 0  # how many most likely next tokens each of its samples reports
+    images: tuple[PromptImage, ...] = ()  # of its prompt, in the order of their positions
+    pools: PoolingWork | None = None  # if set: the row returns the pooled prompt, and nothing is sampled
     adapter: int = NO_ADAPTER  # the slot of its LoRA adapter
 
 
@@ -77,21 +78,21 @@ class RowTokens(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Compute tokens `start` .. `start + num_tokens` of a row that are known: of a prompt, of a sequence after its
-    preemption, or of a draft.
+    """Compute the known tokens `start` to `start + num_tokens` (exclusive) of a row: part of a prompt, of a preempted
+    sequence, or a token with its draft.
 
-    A row that verifies a draft samples from each of the last `num_sampled` positions. Its length does not change.
+    A row that verifies a draft samples at each of its last `num_sampled` positions. Its length does not change.
     """
 
     row: int
     start: int
     num_tokens: int
-    sample_rows: tuple[int, ...] = ()  # rows that sample from the chunk's last position; several for forks
+    sample_rows: tuple[int, ...] = ()  # rows that sample at the chunk's last position; several if the sequence forks
     num_sampled: int = 1  # above 1 only with one sampling row, the chunk's own
 
     @property
     def num_known(self) -> int:
-        """The number of tokens before the draft."""
+        """The number of tokens that are not draft tokens."""
         return self.num_tokens - self.num_sampled + 1
 
     @property
@@ -102,23 +103,24 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The allowed tokens of some samples: bit t % 32 of word t // 32 is set if token t is allowed."""
+    """The allowed tokens of some samples: token t is allowed if bit t % 32 of word t // 32 is set."""
 
-    samples: Ints  # [masked], places in StepPlan.sample_rows
+    samples: Ints  # [masked], indices into StepPlan.sample_rows
     bits: Bits  # [masked, words]
     changed: Bools | None = None  # [masked]: False where the bits are those of the last mask supplied for the same row
 
 
 class DraftOrder(NamedTuple):
-    """Propose a draft of up to `num_tokens` tokens after this step, to follow the token that the row sampled in it."""
+    """Orders the drafter to propose up to `num_tokens` tokens after this step. They follow the token that the row
+    sampled in it."""
 
     row: int
     num_tokens: int
 
 
-@dataclass(slots=True)  # a frozen one takes 5 us more to make, in every step and every rank
+@dataclass(slots=True)  # not frozen: a frozen one takes 5 us more to make, in every step on every rank
 class StepPlan:
-    """One forward pass. The scheduler makes the plan, and every worker executes it. Nobody changes it.
+    """One forward pass. The scheduler makes the plan, and every worker executes it. Never changed after it is made.
 
     The order of execution is: released, adapters, window_owners, new_rows, writes, grants, transfers, copies, forward
     pass over decode_rows and then chunks, sampling, drafting.
@@ -133,18 +135,18 @@ class StepPlan:
     )  # grant i: block grant_blocks[i] goes to row grant_rows[i]
     grant_slots: Ints = field(default_factory=lambda: NO_ROWS)  # ... as its grant_slots[i]-th block
     grant_blocks: Ints = field(default_factory=lambda: NO_ROWS)
-    # Layers with a window keep the tokens of block window_owners[i] in its window blocks, the i-th of window_blocks.
+    # Layers with a window keep the tokens of block window_owners[i] in the i-th group of window_blocks.
     window_owners: Ints = field(default_factory=lambda: NO_ROWS)
-    window_blocks: Ints = field(default_factory=lambda: NO_ROWS)  # [owners * window blocks of each]
+    window_blocks: Ints = field(default_factory=lambda: NO_ROWS)  # [owners * window blocks per owner]
     adapters: tuple[AdapterPlacement, ...] = ()
-    states: tuple[StateMove, ...] = ()  # of rows that this step computes, for each row by position
+    states: tuple[StateMove, ...] = ()  # of rows that this step computes; those of one row in the order of positions
     copies: tuple[BlockCopy, ...] = ()
     released: tuple[int, ...] = ()  # rows that are free again
     writes: tuple[RowTokens, ...] = ()  # new tokens of paced rows
     masks: Masks | None = None
     drafts: tuple[DraftOrder, ...] = ()
     transfers: Transfers = NO_TRANSFERS  # between the cache's tiers
-    # The masks of this step's samples come later, with `Executor.supply_masks`; its sampling waits for them.
+    # The masks of this step come later, from `Executor.supply_masks`; its sampling waits for them.
     guided: bool = False  # then `masks` is None
 
     @property
@@ -154,7 +156,8 @@ class StepPlan:
 
     @property
     def sample_rows(self) -> Ints:
-        """The row of every sample, ordered as StepResult.token_ids. A row that verifies a draft occurs repeatedly."""
+        """The row of every sample, in the order of StepResult.token_ids. A row that verifies a draft occurs several
+        times."""
         sampled = [row for chunk in self.chunks for row in chunk.samples]
         if not sampled:
             return self.decode_rows
@@ -181,25 +184,25 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LogprobTable:
-    """Raw log-probabilities of consecutive prompt tokens, in flat arrays: of each token, and of the k most likely ones
-    at its position (best first). The first token of a prompt has none."""
+    """Raw log-probabilities of consecutive prompt tokens, in flat arrays: for each position the prompt token, then the
+    k most likely tokens (best first). The first token of a prompt has none."""
 
-    start: int  # the place of the first of the tokens in the prompt
+    start: int  # index in the prompt of the first token of the table
     token_ids: Ints  # [tokens * (1 + k)]
     logprobs: Floats  # [tokens * (1 + k)]
-    ranks: Ints  # [tokens], from 1; 0: not computed, as the request ended before
+    ranks: Ints  # [tokens], from 1; 0: not computed, because the request ended before
 
     @property
     def width(self) -> int:
-        """1 + k."""
+        """Entries per prompt token: 1 + k."""
         return len(self.token_ids) // max(len(self.ranks), 1)
 
     def lines(self) -> Iterator[tuple[list[int], list[float], int] | None]:
-        """Of each prompt token, the first one included: token ids, logprobs and the token's rank; None where there are
-        none."""
+        """Yield token ids, logprobs and the token's rank for each prompt token, or None where there are no logprobs, as
+        for the first token."""
         yield from (None for _ in range(self.start))
         width = self.width
-        for begin in range(0, len(self.ranks), _LINES_AT_ONCE):  # as lists, numbers take more memory than in arrays
+        for begin in range(0, len(self.ranks), _LINES_AT_ONCE):  # batches, because lists take more memory than arrays
             ranks = self.ranks[begin : begin + _LINES_AT_ONCE].tolist()
             some = slice(begin * width, (begin + _LINES_AT_ONCE) * width)
             ids, values = self.token_ids[some].tolist(), self.logprobs[some].tolist()
@@ -210,7 +213,7 @@ class LogprobTable:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Logprobs of some tokens of a row's prompt."""
+    """Logprobs of consecutive tokens of a row's prompt."""
 
     row: int
     table: LogprobTable
@@ -218,18 +221,20 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The most likely next tokens of some samples, best first. A score is the log-softmax of the raw logits, to which
-    the row's masks, bans, biases and penalties are applied without normalizing again. A token that is not allowed
-    scores minus infinity."""
+    """The most likely next tokens of some samples, best first.
 
-    samples: Ints  # [m], places in StepPlan.sample_rows
+    A score is the log-softmax of the raw logits, changed by the row's masks, bans, biases and penalties without
+    normalizing again. A token that is not allowed scores minus infinity.
+    """
+
+    samples: Ints  # [m], indices into StepPlan.sample_rows
     token_ids: Ints  # [m, k]; k is the largest num_candidates among them
     scores: Floats  # [m, k]
 
 
 @dataclass(frozen=True, slots=True)
 class RowDraft:
-    """A draft that a model in the runtime proposes for a row."""
+    """A draft that a draft model in the runtime proposes for a row."""
 
     row: int
     token_ids: Ints
@@ -237,7 +242,7 @@ class RowDraft:
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """An error in the computation of one row. Only its request ends."""
+    """An error in the computation of one row. Only the row's request ends."""
 
     row: int
     reason: str
@@ -245,7 +250,7 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class RowPooled:
-    """What a row that is pooled became: a hidden state after the last norm, a classifier's logits, or a score."""
+    """The result of a pooling row: a hidden state after the last norm, a classifier's logits, or a score."""
 
     row: int
     numbers: bytes  # float32

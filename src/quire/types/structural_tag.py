@@ -1,7 +1,7 @@
-"""Structural tags: free text, in which some tags begin a part that follows a schema. In vLLM's and SGLang's words.
+"""Structural tags: free text in which certain tags begin a part that follows a schema. Names are as in vLLM and SGLang.
 
-Two forms are read. The older one lists `structures` and `triggers`; the newer one is a tree of formats. The older one
-is rewritten as the newer one's `triggered_tags`.
+Two forms are accepted. The older form lists `structures` and `triggers`; the newer form is a tree of formats. The older
+form is converted to `triggered_tags` of the newer form.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from quire.types.errors import InvalidRequest
 
-MAX_DEPTH = 16  # formats inside formats
-MAX_TAGS = 128  # in one list of tags, or of triggers: each is compared with all others
+MAX_DEPTH = 16  # nesting depth of formats
+MAX_TAGS = 128  # in one list of tags or triggers, because each trigger is compared with all others
 MEMBERS: dict[str, dict[str, type | tuple[type, ...]]] = {  # of each kind of format
     "const_string": {"value": str},
     "json_schema": {"json_schema": (dict, bool)},
@@ -42,8 +42,8 @@ _FORMS = 'send {"structures": [{"begin", "schema", "end"}], "triggers": [...]} o
 
 
 def read_structural_tag(where: str, value: object, limit: int) -> str:
-    """Return a structural tag as the JSON text of the newer form. Raises InvalidRequest naming the member at fault, or
-    for more than `limit` characters, before anything else is looked at."""
+    """Return a structural tag as the JSON text of the newer form. Raises InvalidRequest naming the member at fault. A
+    tag of more than `limit` characters is refused before anything else is checked."""
     try:
         read = json.loads(value) if isinstance(value, str) else value
         size = len(json.dumps(read, allow_nan=False, ensure_ascii=False))
@@ -65,12 +65,12 @@ def read_structural_tag(where: str, value: object, limit: int) -> str:
 
 
 def ends_of(tag: Mapping[str, Any]) -> list[str]:
-    """The texts of which one ends a tag."""
+    """Return the texts that can end a tag."""
     return [tag["end"]] if isinstance(tag["end"], str) else list(tag["end"])
 
 
 def _from_old(where: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """The older form as the newer one's `triggered_tags`."""
+    """Convert the older form to `triggered_tags` of the newer form."""
     _refuse_others(where, value, ("type", *OLD_MEMBERS))
     tags: list[dict[str, Any]] = []
     for place, item in enumerate(_filled(where, "structures", value)):
@@ -94,7 +94,7 @@ def _from_old(where: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(where: str, value: object, depth: int, *, is_last: bool) -> None:
-    """Raise InvalidRequest for a format that is unknown or cannot be followed. `is_last`: nothing comes after it."""
+    """Raise InvalidRequest if a format is unknown or cannot be followed. `is_last`: nothing comes after it."""
     if not isinstance(value, Mapping):
         raise InvalidRequest(where, "must be an object with a type", f"types: {', '.join(MEMBERS)}")
     if depth > MAX_DEPTH:
@@ -163,7 +163,7 @@ def _check_flags(where: str, value: Mapping[str, Any]) -> None:
 
 
 def _check_triggers(where: str, value: Mapping[str, Any], holder: str) -> None:
-    """Every tag needs one trigger that begins it, and every trigger a tag."""
+    """Raise InvalidRequest unless every tag begins with one of the triggers, and every trigger begins a tag."""
     triggers: list[Any] = _filled(where, "triggers", value)
     for place, trigger in enumerate(triggers):
         path = f"{where}.triggers[{place}]"

@@ -1,4 +1,4 @@
-"""Copies of KV blocks between the cache tiers. A plan carries the copies to make; a report tells when they are done.
+"""Copies of KV blocks between the cache tiers. A plan carries the copies to make; a report lists those completed.
 
 A slot is the place of one block in host memory; a file holds the bytes of one slot. The engine numbers slots and names
 files; the runtime owns the bytes. Copies that touch the same slot or file are made in the order they were given. A KV
@@ -26,8 +26,8 @@ class FileMove(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """A question to the KV transport: which of these keys does it have? It waits for the first `num_awaited` of them,
-    for `seconds` at most, as another engine may still be sending them."""
+    """Asks the KV transport which of these keys it has. The lookup waits for the first `num_awaited` keys for at most
+    `seconds`, because another engine may still be sending them."""
 
     number: int
     keys: tuple[bytes, ...]
@@ -40,7 +40,7 @@ class LookupResult(NamedTuple):
 
     number: int
     found: tuple[bytes, ...]
-    failure: str = ""  # why it could not be asked: "io", "timeout"
+    failure: str = ""  # why the lookup failed: "io", "timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Transfers:
 
 
 class FoundFile(NamedTuple):
-    """A file of an earlier process, which may have had another model."""
+    """A file of an earlier process. That process may have run another model."""
 
     key: bytes
     used_at: float  # time of its last use, in seconds since 1970
@@ -72,11 +72,11 @@ class FoundFile(NamedTuple):
 
 
 class FailedFile(NamedTuple):
-    """A file that was not written or cannot be read. It was deleted and its content is lost. Or a block that the KV
-    transport did not carry."""
+    """A file that was not written or cannot be read: it was deleted and its content is lost. Also a block that the KV
+    transport failed to carry."""
 
     key: bytes
-    reason: str  # "full", "io", "missing", "corrupt"; of a transport also "timeout"
+    reason: str  # "full", "io", "missing", "corrupt"; from a KV transport also "timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,14 @@ class TransferReport:
     stored: tuple[bytes, ...] = ()
     fetched: tuple[bytes, ...] = ()
     failed: tuple[FailedFile, ...] = ()
-    found: tuple[FoundFile, ...] = ()  # none was used more recently than those of earlier reports
+    found: tuple[FoundFile, ...] = ()  # in order of use: none was used more recently than files of earlier reports
     num_saved: int = 0
     num_loaded: int = 0
     save_seconds: float = 0.0
     load_seconds: float = 0.0
     put: tuple[bytes, ...] = ()  # sent to the KV transport
     got: tuple[bytes, ...] = ()  # received from it
-    lost: tuple[FailedFile, ...] = ()  # blocks that it did not carry
+    lost: tuple[FailedFile, ...] = ()  # blocks that it failed to carry
     looked_up: tuple[LookupResult, ...] = ()
 
 

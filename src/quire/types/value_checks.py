@@ -1,4 +1,4 @@
-"""Checks of single values of a request. Each raises InvalidRequest, naming the field and its limits."""
+"""Validators of single request values. Each raises InvalidRequest, naming the field and its limits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quire.types.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Checks for a whole number in [low, high]."""
+    """Accepts whole numbers in [low, high]."""
 
     low: int
     high: int
     optional: bool = False
-    off: int | None = None  # a value that stands for `default`
+    off: int | None = None  # a value that means `default`
     default: int | None = None
 
     def __call__(self, name: str, value: object) -> int | None:
@@ -35,7 +35,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Checks for a number in [low, high] or, if `is_open`, in (low, high]."""
+    """Accepts numbers in [low, high] or, if `is_open`, in (low, high]."""
 
     low: float
     high: float
@@ -44,7 +44,7 @@ class Number:
     def __call__(self, name: str, value: object) -> float:
         if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
             raise InvalidRequest(name, f"must be a number, got {shown(value)}")
-        number: Any = value  # comparing needs no float(), which a huge whole number overflows
+        number: Any = value  # compared without float(), which overflows for a huge whole number
         if not self.low <= number <= self.high or (self.is_open and number == self.low):  # NaN is not inside
             raise outside(name, value, f"{'(' if self.is_open else '['}{self.low:g}, {self.high:g}]")
         return float(number)
@@ -57,7 +57,7 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def read_items(name: str, value: object, wanted: str) -> tuple[Any, ...]:
-    """Return the items of a list without duplicates, in order. A single string is not a list of its characters."""
+    """Return the items of a list without duplicates, in order. A string or mapping is refused, not split."""
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):

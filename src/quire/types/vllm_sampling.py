@@ -1,4 +1,4 @@
-"""The fields of vLLM's SamplingParams that Quire has under another name, has no use for, or does not have."""
+"""Fields of vLLM's SamplingParams that Quire names differently, accepts without effect, or refuses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from quire.types.value_checks import shown
 class RequestOutputKind(IntEnum):
     """What each output of `AsyncLLM.generate` holds."""
 
-    CUMULATIVE = 0  # all of the answer so far
-    DELTA = 1  # what is new since the output before
+    CUMULATIVE = 0  # the whole answer so far
+    DELTA = 1  # what is new since the previous output
     FINAL_ONLY = 2  # the whole answer, once, at its end
 
 
-# Fields that are not read: the values that ask for nothing, and what to use for others.
+# Ignored fields: the values that have no effect, and what to use instead of any other value.
 _NO_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
     "logits_processors": ((None, []), "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
     "truncate_prompt_tokens": ((None,), "cut the prompt's token ids before you pass them"),
@@ -37,7 +37,7 @@ _RENAMED = {"guided_decoding": "structured_outputs", "max_new_tokens": "max_toke
 
 
 def read_output_kind(name: str, value: object) -> RequestOutputKind:
-    """Return the kind for itself, its number, or its name in any case."""
+    """Return a RequestOutputKind for an instance, its number, or its name in any case."""
     if isinstance(value, str) and value.upper() in RequestOutputKind.__members__:
         return RequestOutputKind[value.upper()]
     if isinstance(value, int) and not isinstance(value, bool) and value in tuple(RequestOutputKind):
@@ -46,7 +46,7 @@ def read_output_kind(name: str, value: object) -> RequestOutputKind:
 
 
 def translate_fields(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """Return the fields of SamplingParams that vLLM's fields stand for, without those that ask for nothing.
+    """Translate vLLM's fields to those of SamplingParams, and leave out values without effect.
 
     Raises InvalidRequest for a field that is unknown, or whose value would change the answer and is not supported.
     """

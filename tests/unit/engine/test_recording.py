@@ -94,7 +94,7 @@ def test_a_writer_that_falls_behind_stops_and_delays_no_step(tmp_path: Path, mon
     load.run()
     resume.set()
     assert len(load.finished["one"].samples[0].token_ids) == 20
-    assert read(load.close())[-1]["reason"] == "8 things had happened that were not written yet"
+    assert read(load.close())[-1]["reason"] == "more than 8 events were waiting to be written"
 
 
 def test_a_disk_that_fails_ends_the_recording_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

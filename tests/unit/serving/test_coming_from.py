@@ -88,7 +88,7 @@ def test_every_python_name_that_is_the_same_is_there() -> None:
 
 
 def test_flags_that_the_page_calls_without_effect_are() -> None:
-    text = PAGE.partition("Flags of vLLM that ask for nothing")[2].partition("\n## ")[0]
+    text = PAGE.partition("flags of vLLM that have no effect")[2].partition("\n## ")[0]
     named = {flag.replace("-", "_") for flag in re.findall(r"`--([a-z-]+)", text)}
     assert named
     assert named <= NO_EFFECT.keys() | OF_SERVERS.keys()

@@ -1,5 +1,5 @@
-"""Beam search: chooses which beams continue, keeps finished hypotheses, and decides when the search ends. Knows no rows
-or blocks; PacedResults calls it."""
+"""Beam search: chooses the beams that continue, keeps finished hypotheses, and decides when the search ends. It does
+not know rows or blocks. PacedResults calls it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.engine.decoding.controller import Ending
 from quire.types.decoding import BeamRules
 from quire.types.step import Floats, Ints
 
-_ENDS_BY_TEXT = 8  # further candidates if stop strings or a grammar may end a beam
+_ENDS_BY_TEXT = 8  # additional candidates if stop strings or a grammar may end a beam
 _LARGEST = sys.float_info.max
 
 EndOf = Callable[[int, int], Ending | None]  # (beam index, token) -> how the token would end the beam
@@ -49,7 +49,7 @@ class BeamSearch:
         self, rules: BeamRules, max_tokens: int, num_ends: int, vocab_size: int, *, ends_by_text: bool = False
     ) -> None:
         self._rules, self._max_tokens = rules, max_tokens
-        # Enough that `width` beams continue whichever candidates are end tokens. How many end by their text is unknown.
+        # Enough for `width` beams to continue even if all end tokens are candidates. Text endings cannot be counted.
         wanted = rules.width + max(rules.width, num_ends) + (_ENDS_BY_TEXT if ends_by_text else 0)
         self.num_candidates = min(vocab_size, wanted)
         self.logprobs: Floats = np.zeros(1, dtype=np.float32)
@@ -87,7 +87,7 @@ class BeamSearch:
         return tuple(children)
 
     def sort_key(self, logprob: float, length: int) -> tuple[int, float]:
-        """Return a sort key that orders hypotheses as their scores (logprob / length ** length_penalty) do, but cannot
+        """Return a sort key that orders hypotheses like their scores (logprob / length ** length_penalty), but cannot
         overflow or underflow: the sign of the score, then its logarithm."""
         if logprob == 0.0:
             return 0, 0.0
@@ -111,7 +111,7 @@ class BeamSearch:
         del self.finished[self.width :]
 
     def _can_improve(self, best: float) -> bool:
-        """Whether the beam with the logprob `best` may still become better than the worst finished hypothesis."""
+        """Whether the beam with the logprob `best` can still become better than the worst finished hypothesis."""
         rules = self._rules
         if len(self.finished) < self.width:
             return True

@@ -1,4 +1,4 @@
-"""A compiled grammar: its lexers, and the distribution of its matchers over them."""
+"""A compiled grammar with one or more lexers, among which its matchers are distributed."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_MASK_THREADS = 16
-ROWS_PER_LEXER = 8  # a further lexer pays only for this many more rows
-QUICK_SECONDS = 0.05  # a grammar that took longer to compile is compiled once
-SLICE_AFTER = 16_384  # masks, which together cost as much as building slices
-MOVED_TOKENS = 256  # tokens that one batch may replay to move matchers, about 0.3 ms
-MAX_MOVED_TOKENS = 1_024  # a longer sequence stays where it is
+ROWS_PER_LEXER = 8  # an additional lexer is only worth its cost for this many more rows
+QUICK_SECONDS = 0.05  # a grammar that took longer to compile is never compiled again
+SLICE_AFTER = 16_384  # number of masks that together cost as much as building slices
+MOVED_TOKENS = 256  # tokens that one batch may replay to move matchers to other lexers, about 0.3 ms
+MAX_MOVED_TOKENS = 1_024  # a longer sequence stays with its lexer
 
 
 def mask_threads() -> int:
-    """Return how many threads compute masks by default: two cores are left to the engine and its clients."""
+    """Return how many threads compute masks by default. Two cores are left for the engine and its clients."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_MASK_THREADS, cores - 2))
 
 
 class LexerBuilder(Protocol):
-    """Compiles further lexers of a grammar later, on the compiler's thread. GrammarCompiler is one."""
+    """Compiles additional lexers of a grammar later, on the compiler's thread. GrammarCompiler implements it."""
 
     def add_lexer(self, grammar: CompiledGrammar) -> None:
-        """Call `grammar.add_lexer` later, if there is memory for one more."""
+        """Schedule a call of `grammar.add_lexer`, which happens only if there is memory for one more lexer."""
 
     def add_slices(self, grammar: CompiledGrammar) -> None:
-        """Call `grammar.add_slices` later."""
+        """Schedule a call of `grammar.add_slices`."""
 
 
 class CompiledGrammar:
-    """One grammar, compiled once or several times over.
+    """One grammar, compiled once or several times.
 
-    All matchers of one lexer take turns behind its lock, so threads that compute masks at once need several lexers.
-    A grammar starts with one. When many rows follow it, it asks its compiler for more and moves matchers to them, and
-    when it has asked for many masks, for lexers with slices made for it. The engine's thread calls everything here
-    but `add_lexer` and `add_slices`, which the compiler's thread calls, and `renew`, which both may call.
+    All matchers of one lexer share its lock, so threads that compute masks in parallel need several lexers. A grammar
+    starts with one. When many rows follow it, it asks its builder for more lexers and moves matchers to them; when it
+    has computed many masks, it asks for lexers with slices made for it. The engine's thread calls all methods except
+    `add_lexer` and `add_slices`, which the compiler's thread calls, and `renew`, which both may call.
     """
 
     def __init__(
         self, text: str, tokens: GrammarTokens, *, max_lexers: int = 1, builder: LexerBuilder | None = None
     ) -> None:
-        """Compiles the grammar. Raises GrammarError where that fails. Without a builder it keeps its one lexer."""
+        """Compile the grammar. Raises GrammarError on failure. Without a builder the grammar keeps its one lexer."""
         self._text, self._tokens, self._max_lexers, self._builder = text, tokens, max_lexers, builder
         self._tokenizer = tokens.tokenizer
         self._lock = threading.Lock()  # held while `lexers` changes
         began = time.thread_time()  # waiting for the GIL does not count
         self.lexers: tuple[Lexer, ...] = (self._compile(),)
-        self.seconds = time.thread_time() - began  # of processor time that compiling took
+        self.seconds = time.thread_time() - began  # processor time that compiling took
         self.used_at = time.monotonic()  # when its matchers were last in a batch
-        self._num_asked = 1  # lexers, those to come included
+        self._num_asked = 1  # lexers, including those that were requested
         self._has_asked_slices = False
         self._next = 0
 
@@ -75,9 +75,10 @@ class CompiledGrammar:
         return GrammarMatcher(self._tokens, lexer.start.deep_copy(), ends, lexer)
 
     def balance(self, followers: Mapping[Lexer, Sequence[GrammarMatcher]]) -> None:
-        """Prepare for a batch of masks: order lexers and slices that make later ones faster, and move a few matchers.
+        """Prepare for a batch of masks: request additional lexers and slices if they would make later batches faster,
+        and move a few matchers.
 
-        `followers` are the matchers in the batch, by lexer.
+        `followers`: the matchers in the batch, by lexer.
         """
         self.used_at, budget = time.monotonic(), MOVED_TOKENS
         num_rows = sum(map(len, followers.values()))
@@ -103,7 +104,8 @@ class CompiledGrammar:
                     budget -= max(length, 8)
 
     def renew(self, lexer: Lexer, *, private: bool) -> Lexer | None:
-        """Return another lexer for a matcher. None: its own is intact, or the grammar takes too long to compile again.
+        """Return another lexer for a matcher, or None if its own is intact or the grammar takes too long to compile
+        again.
 
         What breaks a lexer (too many states, too much work in one mask) breaks it for all its matchers.
         """
@@ -130,7 +132,7 @@ class CompiledGrammar:
                 self.lexers = (*self.lexers, fresh)
 
     def add_slices(self) -> None:
-        """Compile the grammar with slices made for it, if it has any, and retire all lexers without them."""
+        """Compile the grammar with slices made for it, if there are any, and retire all lexers without them."""
         slices = self._tokens.own_slices(self._text)
         if not slices:
             return
@@ -142,7 +144,7 @@ class CompiledGrammar:
             self.lexers = tuple(fresh)
 
     def shrink(self) -> None:
-        """Remove all lexers but one. Their matchers move to it when they are next in a batch."""
+        """Remove all lexers but one. Their matchers move to it at their next batch."""
         with self._lock:
             for lexer in self.lexers[1:]:
                 lexer.is_retired = True
@@ -161,7 +163,7 @@ class CompiledGrammar:
             self._builder.add_slices(self)
 
     def _compile(self) -> Lexer:
-        """Compile the grammar, and compute its first mask, which builds most of what later masks need."""
+        """Compile the grammar and compute its first mask, which builds most of the state that later masks need."""
         start = self._tokens.begin(self._text, self._tokenizer)
         if not start.is_error():
             self._tokens.read_mask(start)

@@ -1,5 +1,5 @@
 """The StepController of one sequence: masks of its grammar, draft tokens and their verification, and stop strings. Also
-how a sequence ends (Ending) and fails (Fault)."""
+defines how a sequence ends (Ending) and fails (Fault)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _FULL: Ending = ("length", None)
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens, and the masks of allowed tokens of their samples: `masks[i]` holds after `draft[:i]`."""
+    """Draft tokens, and the masks of allowed tokens for their samples: `masks[i]` applies after `draft[:i]`."""
 
     draft: tuple[int, ...] = ()
     masks: tuple[Bits, ...] = ()  # one more than draft tokens; empty: all tokens are allowed
 
 
 class Verified(NamedTuple):
-    """The verified result of a paced step: the new tokens of the sequence, its ending if it ended, and how many draft
-    tokens were accepted."""
+    """The verified result of a paced step: the new tokens of the sequence, its ending (None if it continues), and the
+    numbers of draft tokens that were verified and accepted."""
 
     tokens: tuple[int, ...]
     ending: Ending | None = None
@@ -45,7 +45,7 @@ _NO_PROPOSAL = Proposal()
 
 class StepController:
     """Controls one sequence: its grammar, its draft proposer, and the stop strings of ranked samples. A sequence
-    without any of these has PLAIN, which is never called.
+    without any of these has the controller PLAIN, whose methods are never called.
 
     A sequence that only has a grammar is guided: it runs ahead, and only its sampling waits for the mask.
     """
@@ -85,8 +85,9 @@ class StepController:
         return 0 if self.always_paced else self.proposer.num_ahead
 
     def look_for_forced(self, least: int | None) -> bool:
-        """Find out whether the grammar forces at least `least` tokens from here. If so, a guided sequence is paced, and
-        one step verifies all of them as a draft. None: it runs ahead whatever is forced. Raises GrammarError."""
+        """Return whether the grammar forces at least `least` tokens from here on. If so, a guided sequence is paced,
+        and one step verifies all of them as a draft. `least` None: the sequence runs ahead in any case. Raises
+        GrammarError."""
         matcher = self.matcher
         self._has_forced = False
         if least is not None and matcher is not None and not matcher.is_over:
@@ -131,7 +132,7 @@ class StepController:
         return Proposal(tuple(draft), tuple(masks))
 
     def order(self, limit: int) -> int:
-        """Return how many tokens the runtime shall draft after the step."""
+        """Return how many tokens the runtime must draft after the step."""
         return min(self.proposer.order(limit), limit) if limit > 0 else 0
 
     # ------------------------------------------------------------------------------------------------- after a step
@@ -187,7 +188,8 @@ class StepController:
             raise GrammarError(f"structured_outputs: token {token} was chosen where the grammar does not allow it")
 
     def _before_end(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Cut draft tokens before the first end token: nothing could follow it, so it is sampled, not drafted."""
+        """Cut draft tokens before the first end token. Nothing can follow an end token, so it is sampled, not
+        drafted."""
         for place, token in enumerate(tokens):
             if token in self._rules.end_ids:
                 return tokens[:place]
@@ -211,14 +213,15 @@ def explain_end(token: int, rules: TokenRules) -> tuple[FinishReason, int | None
 
 
 class Fault(NamedTuple):
-    """The error of a request whose own code failed, and the request's invalid field; "" if the request is valid."""
+    """The error of a request whose own code failed. `invalid_field` is the invalid field of the request, or "" if the
+    request is valid."""
 
     reason: str
     invalid_field: str = ""
 
 
 def fault_of(error: Exception) -> Fault:
-    """Return the Fault of a request in whose code an exception was raised."""
+    """Return the Fault for an exception raised in a request's own code."""
     if isinstance(error, InvalidRequest):
         return Fault(str(error), error.field)
     if isinstance(error, GrammarError):

@@ -1,4 +1,5 @@
-"""The protocols of guided decoding: Matcher, Compilation, Grammars. GrammarCompiler implements them with llguidance."""
+"""The protocols of guided decoding: Matcher, Compilation and Grammars. GrammarCompiler implements them with
+llguidance."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ class GrammarError(QuireError):
 class Matcher(Protocol):
     """The position of one sequence in its grammar. Belongs to that sequence; not thread-safe.
 
-    A token that ends the request (an eos, a stop token) may be chosen where the grammar may end, and nowhere else
-    unless it also is text that the grammar allows. With ignore_eos no eos may be chosen at all.
+    An end token of the request (eos or a stop token) is allowed where the grammar may end; elsewhere only if it is also
+    text that the grammar allows. With ignore_eos no eos token is ever allowed.
     """
 
     def mask(self) -> Bits:
@@ -62,7 +63,7 @@ class Grammars(Protocol):
         """The number of tokens that a mask covers."""
 
     def compile(self, text: str) -> Compilation:
-        """Start to compile a grammar, or return the earlier compilation. Raises InvalidRequest without a vocabulary."""
+        """Start to compile a grammar, or return its earlier compilation. Raises InvalidRequest without a vocabulary."""
 
     def wait(self, seconds: float) -> None:
         """Wait until a compilation becomes ready, at most `seconds`."""
@@ -72,7 +73,7 @@ class Grammars(Protocol):
 
 
 class NoGrammars:
-    """The Grammars of an engine without a vocabulary. It refuses all grammars."""
+    """The Grammars of an engine without a vocabulary: refuses all grammars."""
 
     vocab_size = 0
 
@@ -80,15 +81,15 @@ class NoGrammars:
         raise InvalidRequest("structured_outputs", "needs text, but this engine has no tokenizer", "leave it out")
 
     def wait(self, seconds: float) -> None:
-        """Nothing is ever being compiled."""
+        """Do nothing: nothing is ever being compiled."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class PatientGrammars:
-    """Implements Grammars over another one. A compilation has ended when it is returned, so that engines which get the
-    same requests plan the same steps, whatever time compiling takes."""
+    """Wraps another Grammars so that `compile` returns only when the compilation has ended. Engines that receive the
+    same requests then plan the same steps, independent of how long compiling takes."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars, self.vocab_size = grammars, grammars.vocab_size

@@ -1,4 +1,4 @@
-"""Compiles grammars with llguidance on a thread of its own, and keeps the most recently used ones."""
+"""Compiles grammars with llguidance on a separate thread, and keeps the most recently used ones."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from quire.engine.decoding.vocabulary import VocabularySource
 from quire.types.sampling import TokenRules
 
 MAX_KEPT = 64
-MAX_NATIVE_BYTES = 12 << 20  # that the kept grammars may have grown to; beyond, the least recently used are dropped
-WORTH_BYTES = 64 << 10  # a grammar that frees less was dropped in vain: it is small, or requests follow it
-MAX_DROPPED_IN_VAIN = 4  # in a row; then it is not grammars that have grown
+MAX_NATIVE_BYTES = 12 << 20  # native memory of the kept grammars; above it, the least recently used are dropped
+WORTH_BYTES = 64 << 10  # dropping a grammar that frees less was in vain: it is small, or requests still use it
+MAX_DROPPED_IN_VAIN = 4  # after this many in a row, the growth is not that of grammars
 MAX_EXTRA_LEXERS = 32  # of all grammars together, besides the first lexer of each
-IDLE_SECONDS = 10.0  # a grammar in no batch for this long gives up its extra lexers for another
-COMPILE_SECONDS = 20.0  # from the request to the end of its compilation, including the wait for earlier ones
-VOCABULARY_SECONDS = 40.0  # more, while the tables of the vocabulary are made
-STACK_BYTES = 64 << 20  # far more than the check of a request has, so a grammar that passed it cannot overflow
+IDLE_SECONDS = 10.0  # a grammar that was in no batch for this long may lose its extra lexers to another
+COMPILE_SECONDS = 20.0  # limit from request to end of compilation, including the wait for earlier ones
+VOCABULARY_SECONDS = 40.0  # added to the limit while the tables of the vocabulary are built
+STACK_BYTES = 64 << 20  # far more than the grammar checker has, so a checked grammar cannot overflow it
 _FIELD = "structured_outputs: "
 
 
 class GrammarCompiler:
-    """The Grammars of an engine with a vocabulary, which it loads once: with the first grammar, or in `warm`.
+    """The Grammars of an engine with a vocabulary. The vocabulary is loaded once: with the first grammar, or in `warm`.
 
     Its thread is a daemon: when the engine closes, unfinished compilations are dropped. Grammars were checked before
-    they were submitted; a grammar that fails here all the same ends its request. When no grammar waits, the thread
-    compiles further lexers for grammars that many rows use.
+    they were submitted; if one fails to compile here anyway, its request ends. While no grammar waits, the thread
+    compiles additional lexers for grammars that many rows use.
     """
 
     def __init__(
@@ -46,12 +46,13 @@ class GrammarCompiler:
         clock: Callable[[], float] = time.monotonic,
         max_lexers: int | None = None,
     ) -> None:
-        """`max_lexers` of one grammar: more lexers than threads that compute masks are of no use."""
+        """`max_lexers`: limit per grammar; more lexers than threads that compute masks are useless."""
         self._source, self.vocab_size, self._clock = source, vocab_size, clock
         self._max_lexers = mask_threads() if max_lexers is None else max_lexers
         self._kept: OrderedDict[str, _Compiling] = OrderedDict()
         self._waiting: queue.SimpleQueue[_Compiling | Callable[[], None] | None] = queue.SimpleQueue()
-        self._grown: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()  # with extra lexers; the thread's own
+        # Grammars with extra lexers; only the thread uses it.
+        self._grown: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._news = threading.Event()
         self._native_bytes: int | None = None  # in use when the vocabulary was loaded, before the first grammar
@@ -75,10 +76,11 @@ class GrammarCompiler:
         return found
 
     def _drop_grown(self) -> None:
-        """Drop the least recently used grammars while all of them hold too much. Requests keep those they follow.
+        """Drop the least recently used grammars while all grammars together hold too much native memory. Requests keep
+        the grammars they use.
 
-        malloc counts the whole process, prompts and tables of the engine too. What drops free tells whose the memory
-        is: if it is not that of grammars, it is taken for the others' from now on, until it is given back.
+        malloc counts the whole process, including prompts and tables of the engine. How much each drop frees shows
+        whether the memory belongs to grammars; if not, it is added to the baseline until it is freed.
         """
         if self._native_bytes is None:
             return
@@ -125,12 +127,12 @@ class GrammarCompiler:
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the vocabulary, the requests must get an error
             self._fail_all(f"the vocabulary cannot be used for structured outputs: {error}")
             return
-        give_back()  # what building it took and freed
+        give_back()  # the memory that building it needed and freed
         self._native_bytes = native_bytes()
         later: deque[Callable[[], None]] = deque()
         while (job := self._waiting.get()) is not None:
             if isinstance(job, _Compiling):
-                if not job.has_failed:  # else its requests have ended, and those behind it still wait
+                if not job.has_failed:  # else its requests have ended already; continue with the next job
                     job.run(lambda text: CompiledGrammar(text, tokens, max_lexers=self._max_lexers, builder=self))
                 self._news.set()
             else:
@@ -145,7 +147,8 @@ class GrammarCompiler:
                 self._news.set()
 
     def _add_lexer(self, grammar: CompiledGrammar) -> None:
-        """Compile a further lexer of a grammar, if there is memory for it or an idle grammar gives up its own."""
+        """Compile an additional lexer of a grammar, if there is memory for it or an idle grammar gives up its extra
+        ones."""
         grown = sorted((one for one in self._grown if one.num_extra), key=lambda one: one.used_at)
         if sum(one.num_extra for one in grown) >= MAX_EXTRA_LEXERS:
             if time.monotonic() - grown[0].used_at < IDLE_SECONDS:
@@ -156,7 +159,7 @@ class GrammarCompiler:
 
 
 def _try(job: Callable[[], None]) -> None:
-    """Run a job that makes masks faster. If it fails, the grammar is used without it."""
+    """Run a job that only makes masks faster. If it fails, the grammar is used without it."""
     try:
         job()
     except Exception:

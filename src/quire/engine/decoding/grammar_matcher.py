@@ -1,4 +1,4 @@
-"""The Matcher of one sequence, with llguidance."""
+"""GrammarMatcher: the Matcher of one sequence, implemented with llguidance."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from quire.types.step import Bits
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-FORCED_TOKENS = 128  # of one forced run
+FORCED_TOKENS = 128  # longest forced run that is kept
 
 
 class LexerOwner(Protocol):
-    """The compiled grammar that a lexer belongs to."""
+    """The compiled grammar to which a lexer belongs."""
 
     def renew(self, lexer: Lexer, *, private: bool) -> Lexer | None:
-        """Return another lexer in place of one that has reached its limits; None: the sequence itself is at fault.
+        """Return another lexer in place of one that has reached its limits, or None if the sequence itself is at fault.
 
-        A private one has no other matchers.
+        With `private`, the lexer has no other matchers.
         """
 
 
 class Lexer:
     """One compilation of a grammar. All copies of `start` share one llguidance lexer behind one lock.
 
-    It does not keep its owner: a grammar that nobody keeps is freed at once, not when Python looks for cycles.
+    It refers to its owner weakly, so that an unused grammar is freed at once, without a run of the garbage collector.
     """
 
     __slots__ = ("_owner", "is_retired", "num_masks", "start")
@@ -48,14 +48,14 @@ class Lexer:
 
 
 class GrammarMatcher:
-    """The Matcher of a grammar. `ends` are the tokens that end this request's sequences.
+    """The Matcher of a sequence under a grammar. `ends` are the tokens that end this request's sequences.
 
-    **Forced text.** If only one text can follow, llguidance cuts it into the tokens that the model's tokenizer would
+    **Forced text.** If only one text can follow, llguidance splits it into the tokens that the model's tokenizer would
     choose, and each mask allows only the next of these. The matcher keeps this run of tokens, and makes the masks of
     all its positions from it: one by one, in a batch, or ahead for a draft. It keeps runs when tokens are rolled back
     and consumed again. So the masks of a sequence depend on its tokens alone.
 
-    **Moving.** A matcher keeps its tokens, and can move to the same position of another lexer of the same grammar.
+    **Moving.** A matcher keeps its tokens, and can move to the same position in another lexer of the same grammar.
     """
 
     __slots__ = (
@@ -78,18 +78,19 @@ class GrammarMatcher:
     def __init__(
         self, tokens: GrammarTokens, state: LLMatcher, ends: tuple[int, ...], lexer: Lexer | None = None
     ) -> None:
-        """`state` is a copy of the lexer's start. Without a lexer, the matcher has one to itself."""
+        """`state`: a copy of the lexer's start. Without `lexer`, the matcher gets a private one."""
         self._vocabulary, self.ends = tokens, ends
         self.state = state  # llguidance's own matcher
         self.lexer = lexer or Lexer(state.deep_copy())
-        self._owner = self.lexer.owner  # kept while a sequence follows the grammar
+        self._owner = self.lexer.owner  # keeps the grammar alive while the sequence uses it
         self.consumed: list[int] = []  # all tokens so far
-        self._undone: list[int] = []  # tokens that were rolled back, the next one last
+        self._undone: list[int] = []  # tokens that were rolled back; the next to be consumed again is last
         self._runs: list[tuple[int, tuple[int, ...]]] = []  # (position, forced tokens from there), by position
-        self._runs_end = 0  # no run reaches beyond this position
+        self._runs_end = 0  # no run extends beyond this position
         self._bits: Bits | None = None  # the mask at this position, once computed
         self._mask_at = 0  # position of the mask that llguidance computed last
-        self._recovered_at, self._num_recovered = -1, 0  # where it last needed another lexer, and how many
+        # Position at which it last needed another lexer, and how many it took there.
+        self._recovered_at, self._num_recovered = -1, 0
         self._ended = False  # by one of `ends`
 
     # ------------------------------------------------------------------------------------------------- one by one
@@ -144,14 +145,14 @@ class GrammarMatcher:
         self._bits = None
         consumed, self._ended = num_tokens - self._ended, False
         if consumed and not self.state.rollback(consumed) and not self.move(self.lexer):
-            self.check()  # llguidance cannot roll every grammar back, and consuming the rest again has failed too
+            self.check()  # rolling back failed, and so did consuming the remaining tokens again
 
     # --------------------------------------------------------------------------------------------------- in a batch
     def forced_token(self) -> int | None:
-        """Return the token that the grammar forces next, if a run tells; otherwise None.
+        """Return the token that the grammar forces next if a forced run is known or found; otherwise None.
 
-        A sequence that has met no forced text yet looks up no run: its mask will show one. Later it looks up runs here,
-        as the threads that compute masks would have to wait for the GIL to tokenize a forced text.
+        While a sequence has met no forced text, no run is looked up, because its mask will show one. After that, runs
+        are looked up here: the threads that compute masks would have to wait for the GIL to tokenize a forced text.
         """
         if not self._runs:
             return None
@@ -161,7 +162,7 @@ class GrammarMatcher:
         return run[place] if run else None
 
     def find_run(self) -> tuple[int, ...]:
-        """Look up the forced tokens from here on and keep them. Called where no run is known."""
+        """Look up the forced tokens from here on and keep them. Called only where no run is known."""
         found = tuple(self.state.compute_ff_tokens()[:FORCED_TOKENS])
         if self.state.is_error():
             if self.recover():
@@ -190,7 +191,7 @@ class GrammarMatcher:
         self._bits = None
 
     def undo_failure(self) -> None:
-        """Restore the state before a token that it refused in a batch, which has put it into its error state."""
+        """Restore the state before a token that `state` refused in a batch, which left it in its error state."""
         if not self.move(self.lexer):
             self.recover()
 
@@ -204,11 +205,12 @@ class GrammarMatcher:
         return True
 
     def recover(self) -> bool:
-        """Recover when the lexer, which other sequences share, has reached its limits. False: this sequence is at
-        fault.
+        """Recover after the lexer, which other sequences share, has reached its limits. Returns False if this sequence
+        is at fault.
 
-        A sequence first moves to the lexer that all others move to. If that breaks at once, others may have nearly used
-        it up, so the sequence gets one of its own. If that breaks too at the same position, the sequence is at fault.
+        A sequence first moves to the lexer to which all others move. If that one breaks at once, others may have nearly
+        used it up, so the sequence gets a private lexer. If this breaks too at the same position, the sequence is at
+        fault.
         """
         owner = self._owner
         if self._recovered_at != len(self.consumed):
@@ -229,7 +231,7 @@ class GrammarMatcher:
 
     # ------------------------------------------------------------------------------------------------- forced runs
     def _run_here(self) -> tuple[tuple[int, ...], int]:
-        """Return the run of this position and the place in it; the place is the run's length if the run is over."""
+        """Return the run at this position and the index in it; the index equals the run's length if the run is over."""
         position = len(self.consumed)
         if position < self._runs_end:
             for start, run in reversed(self._runs):
@@ -238,7 +240,7 @@ class GrammarMatcher:
         return (), 0
 
     def _follow_run(self, token: int) -> None:
-        """Cut off the run of this position if another token than its own is consumed."""
+        """Cut off the run at this position if the consumed token differs from it."""
         run, place = self._run_here()
         if place < len(run) and run[place] != token:
             start = len(self.consumed) - place
@@ -247,11 +249,11 @@ class GrammarMatcher:
                 self._runs.append((start, run[:place]))
 
     def _leave_undone(self) -> None:
-        """Forget the tokens that were rolled back, as another token is consumed in their place.
+        """Forget the tokens that were rolled back, because a different token is consumed in their place.
 
-        llguidance keeps the mask that it computed last, and after a rollback it may take the mask of the abandoned path
-        for that of the new one. Computing the mask of this position, which both paths share, replaces it. If llguidance
-        keeps none (inside a forced text), a copy of the start consumes all tokens again.
+        llguidance keeps the mask that it computed last, and after a rollback it may use the mask of the abandoned path
+        for the new one. Computing the mask of this position, which both paths share, replaces it. If llguidance keeps
+        none (inside a forced text), a copy of the start consumes all tokens again.
         """
         self._undone.clear()
         position = len(self.consumed)

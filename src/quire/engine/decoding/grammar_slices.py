@@ -1,8 +1,8 @@
-"""Slices: sets of tokens that llguidance allows all at once instead of walking them one by one.
+"""Slices: sets of tokens that llguidance allows all at once instead of checking them one by one.
 
 A slice is a regex. If a grammar's state allows every text of that regex, llguidance allows all tokens that match it
 without checking each of them; otherwise it checks them one by one. So slices change how long a mask takes, and never
-what it allows.
+which tokens it allows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ LONGEST = 24  # characters; few tokens are longer
 LETTER_SLICES = tuple(f"{letters}{{1,{LONGEST}}}" for letters in ("[a-z]", "[a-z ]", "[a-zA-Z]", "[a-zA-Z ]"))
 GENERAL_SLICES = (*(f"{_JSON_TEXT}{{1,{length}}}" for length in (6, 12, LONGEST)), f"{_JSON_TEXT}+", *LETTER_SLICES)
 
-MAX_CLASSES = 4  # of one grammar that get slices
-MIN_REPEATS = 8  # a class that is repeated less often never allows long tokens
+MAX_CLASSES = 4  # classes per grammar that get slices
+MIN_REPEATS = 8  # a class with fewer repetitions never allows long tokens
 
 _REGEX_LITERAL = re.compile(r"/((?:\\.|[^/\\\n])+)/")
 _REPEATED_CLASS = re.compile(r"(\[\^?\]?(?:\\.|[^\]\\\[])*\]|\\[wWSDpP](?:\{\w+\}|))(?:([*+])|\{(\d*)(,?)(\d*)\})")
@@ -29,7 +29,7 @@ _SET_OPERATIONS = ("&&", "--", "~~", "||")
 def repeated_classes(grammar: str) -> dict[str, int]:
     """Return the character classes that a grammar's regexes repeat, and how many characters each may match in a row.
 
-    Reads regexes between slashes and the patterns of JSON schemas. A class that it misses only costs time.
+    Reads regexes between slashes and the patterns of JSON schemas. Missing a class only costs time.
     """
     found: dict[str, int] = {}
     for pattern in _patterns(grammar):
@@ -44,7 +44,7 @@ def repeated_classes(grammar: str) -> dict[str, int]:
 
 
 def slices_of(name: str, repeats: int) -> tuple[str, ...]:
-    """Return slices of a class that is repeated `repeats` times: the longest, and shorter ones for states that allow
+    """Return slices for a class that is repeated `repeats` times: the longest, and shorter ones for states that allow
     fewer characters."""
     lengths = {max(2, repeats // part) for part in (1, 2, 4)}
     return tuple(f"{name}{{1,{length}}}" for length in sorted(lengths))

@@ -1,4 +1,4 @@
-"""The model's vocabulary as llguidance needs it, and the limits of every grammar."""
+"""The model's vocabulary in the form that llguidance needs, and the limits of every grammar."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from quire.types.step import Bits
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-CANONICAL_CHARACTERS = 2_048  # of a forced text go to the model's tokenizer; the rest is tokenized greedily
-REMEMBERED_TEXTS = 8_192  # forced texts whose tokens are kept
-REMEMBERED_CHARACTERS = 256  # the longest text that is kept
+# Characters of a forced text given to the model's tokenizer; the rest is tokenized greedily.
+CANONICAL_CHARACTERS = 2_048
+REMEMBERED_TEXTS = 8_192  # forced texts whose tokens are cached
+REMEMBERED_CHARACTERS = 256  # length of the longest cached text
 MIN_SLICE_TOKENS = 8_192  # checking this many tokens takes about 0.1 ms of every mask
-MAX_SLICED = 8  # tokenizers with slices for one grammar that are kept
+MAX_SLICED = 8  # cached tokenizers with slices for one grammar
 _QUOTED = re.compile(r"\s*(\d+ \||\^+\s*$)")  # a line of the grammar, or the mark below one
-_BARE_SLASH = re.compile(r"(?<!\\)/")  # would end a regex in a grammar
-MAX_REASON = 400  # characters of llguidance's message that a user is shown
+_BARE_SLASH = re.compile(r"(?<!\\)/")  # an unescaped slash would end a regex in a grammar
+MAX_REASON = 400  # characters of llguidance's message shown to a user
 
 
 class GrammarTokens:
     """The vocabulary that all grammars of an engine share. Needs llguidance.
 
-    llguidance gets an end token of its own, one past the model's tokens: each request decides which of the model's
-    tokens end it. A mask from llguidance therefore has one bit more than the vocabulary.
+    llguidance gets a separate end token with the id after the model's last token, because each request decides which of
+    the model's tokens end it. So a mask from llguidance has one bit more than the vocabulary.
     """
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
@@ -52,7 +53,7 @@ class GrammarTokens:
     def begin(self, grammar: str, tokenizer: LLTokenizer | None = None) -> LLMatcher:
         """Compile a grammar within the limits. Returns a matcher at its start, or one in the error state.
 
-        Every call builds a new lexer. `tokenizer` is one with slices for this grammar.
+        Every call builds a new lexer. `tokenizer`: one with slices for this grammar.
         """
         from llguidance import LLMatcher
 
@@ -70,7 +71,7 @@ class GrammarTokens:
     def own_slices(self, grammar: str) -> tuple[str, ...]:
         """Return slices for the character classes that a grammar repeats, if the general slices cover too few tokens.
 
-        Builds them too, to check that llguidance can. That holds the GIL for 50 ms and more.
+        Also builds them, to check that llguidance can. That holds the GIL for 50 ms and more.
         """
         found: list[str] = []
         for name, repeats in repeated_classes(grammar).items():
@@ -82,7 +83,8 @@ class GrammarTokens:
         for slices in ((*found, *general), (found[-1],)):
             try:
                 self.sliced(slices)
-            except (RuntimeError, ValueError):  # their regexes are too costly to compare, or not llguidance's
+            # Their regexes are too expensive to compare, or llguidance does not support them.
+            except (RuntimeError, ValueError):
                 continue
             return slices
         return ()
@@ -97,7 +99,7 @@ class GrammarTokens:
         return self._sliced[slices]
 
     def _num_walked(self, name: str) -> int:
-        """Return how many tokens of a character class no general slice inside that class covers."""
+        """Return how many tokens of a character class are covered by no general slice inside that class."""
         inside = self._tokens_of(slices_of(name, 24)[-1])
         rest = inside.copy()
         for letters in map(self._tokens_of, LETTER_SLICES):
@@ -112,7 +114,7 @@ class GrammarTokens:
 
 
 def grammar_limits() -> LLParserLimits:
-    """Return the limits of compiling a grammar and of computing a mask. Above them, the request is refused or ends.
+    """Return the limits of compiling a grammar and of computing a mask. A request above them is refused or ends.
 
     The number of lexer states bounds memory (1 to 2 kB each) and the length of a forced text.
     """
@@ -130,7 +132,7 @@ def grammar_limits() -> LLParserLimits:
 
 
 def reason_of(state: LLMatcher) -> str:
-    """Return llguidance's message in one line, without the grammar it quotes; empty if there is none."""
+    """Return llguidance's error message in one line, without the grammar it quotes; empty if there is none."""
     lines = state.get_error().replace("<non-verbose/>", "").splitlines()
     text = " ".join(" ".join(line.split()) for line in lines if not _QUOTED.match(line)).strip()
     if text.startswith("NoExtension"):
@@ -139,9 +141,9 @@ def reason_of(state: LLMatcher) -> str:
 
 
 class _TokenizerSource:
-    """The tokenizer that LLTokenizer calls to get the tokens of a forced text, from any thread that computes a mask.
+    """The tokenizer that LLTokenizer calls to tokenize a forced text, from any thread that computes a mask.
 
-    Rows of one grammar are forced to the same texts, so the last results are kept.
+    The last results are cached, because rows of one grammar are forced to the same texts.
     """
 
     is_tokenizer_wrapper = True
@@ -153,11 +155,11 @@ class _TokenizerSource:
         self.tokens = [*tokens, *[b""] * (vocab_size - len(tokens)), b"<end of answer>"]
         self.eos_token_id = vocab_size
         self.special_token_ids = [*sorted(i for i in vocabulary.special_ids if i < vocab_size), vocab_size]
-        self.greedy: Any = None  # llguidance's own tokenization, known once it has read the tokens
+        self.greedy: Any = None  # llguidance's greedy tokenization, set once it has read the tokens
         self._remembered: dict[str, list[int]] = {}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the tokens of `text`: those of the model's tokenizer if they spell it exactly, else the greedy
+        """Return the tokens of `text`: those of the model's tokenizer if they spell it exactly, otherwise the greedy
         ones."""
         whole = text if isinstance(text, str) else text.decode()
         found = self._remembered.get(whole)

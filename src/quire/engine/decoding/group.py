@@ -24,10 +24,10 @@ from quire.types.sampling import SamplingParams
 from quire.types.step import Chunk, LogprobTable, TokenLogprobs
 
 MAX_ENTRIES = 64  # entries of a ledger
-_MERGE_FROM = 32  # from this number of entries on, consecutive chunks share one
+_MERGE_FROM = 32  # from this number of entries on, consecutive chunks are merged into one
 _NO_SCORE = float("-inf")
-_make_entry = partial(tuple.__new__, LedgerEntry)  # from the tuple of its fields; LedgerEntry._make takes longer
-NOT_STREAMED = -1  # the handle of samples that are ranked at their end: their tokens are not streamed
+_make_entry = partial(tuple.__new__, LedgerEntry)  # faster than LedgerEntry._make
+NOT_STREAMED = -1  # handle of samples that are ranked at their end, whose tokens are not streamed
 
 
 class SequenceState(Enum):
@@ -47,14 +47,14 @@ class SequenceState(Enum):
 
 
 class Ticking(Protocol):
-    """An AheadSet: how often it has advanced."""
+    """An AheadSet, of which only the tick is read."""
 
     tick: int
 
 
 @dataclass(slots=True)
 class RunAhead:
-    """How far a sequence has run ahead. The tick of the AheadSet tells it, so no step has to update it."""
+    """How far a sequence has run ahead. It is computed from the tick of the AheadSet, so no step has to update it."""
 
     event: int  # the tick at which it joins the AheadSet, or must leave it
     source: Ticking  # the AheadSet
@@ -92,16 +92,16 @@ class Sequence:
         self.row: int | None = None
         self.outputs: list[int] = []  # generated tokens; while STARTING, AHEAD or DRAINING the row table has them
         self.num_computed = 0  # tokens whose keys and values a planned step writes; while AHEAD, see `num_planned`
-        self.num_encoded = 0  # first tokens whose images the workers have encoded since they know the row
+        self.num_encoded = 0  # the first tokens, whose images the workers have encoded since they know the row
         self.num_readable = 0  # tokens whose keys and values later plans may read
         self.num_swapped = 0  # WAITING: tokens whose blocks were swapped to host memory
         self.ahead: RunAhead | None = None  # STARTING, AHEAD
         self.draft: tuple[int, ...] = ()  # AWAITING: the draft tokens that the planned step verifies
         self.is_introduced = False  # the workers know its row
         self.synced_tokens = 0  # the first tokens that the workers' row holds; the others must be sent
-        self.synced_blocks: int | None = None  # the first blocks that the workers know; None: all of them
+        self.synced_blocks: int | None = None  # the first blocks, which the workers know; None: they know all
         self.logprobs: list[TokenLogprobs] = []
-        self.logprob_sum = 0.0  # of its tokens, if their logprobs are computed
+        self.logprob_sum = 0.0  # over its tokens, if their logprobs are computed
 
     @property
     def num_tokens(self) -> int:
@@ -110,24 +110,24 @@ class Sequence:
 
     @property
     def prefill_target(self) -> int:
-        """How many tokens PREFILL computes: all known ones. Of several beams, all but the last, which they compute in
-        one step when they are due."""
+        """How many tokens PREFILL computes: all known ones. With several beams all but the last one, which they compute
+        together in one step when they are due."""
         return self.num_tokens - (self.group.search is not None and len(self.group.live) > 1)
 
     @property
     def num_planned(self) -> int:
-        """What `num_computed` is now, while AHEAD too."""
+        """The current number of computed tokens, valid while AHEAD too."""
         ahead = self.ahead
         return ahead.source.tick + ahead.base if self.state is SequenceState.AHEAD and ahead else self.num_computed
 
     def tokens(self) -> bytes:
-        """Return all known tokens as int32 bytes, by which blocks are cached."""
+        """Return all known tokens as the int32 bytes that key cached blocks."""
         prompt = self.group.prompt
         return prompt + array("i", self.outputs).tobytes() if self.outputs else prompt
 
     def image_begun_at(self, num_tokens: int) -> int | None:
-        """Return where an image begins of which the first `num_tokens` tokens hold so few that their keys do not tell
-        it from all others: a prefix hit must end before it. None if there is no such image."""
+        """Return the start of an image of which the first `num_tokens` tokens contain too few tokens to identify it by
+        its key. A prefix hit must end before such an image. None if there is none."""
         for image in self.group.request.images:
             if image.start < num_tokens < image.start + FEWEST_TOKENS:
                 return image.start
@@ -142,13 +142,13 @@ class Sequence:
 
 
 class Ledger:
-    """The events of one request, at most MAX_ENTRIES. The last entry is always the end; its note counts the entries
-    that did not fit."""
+    """The events of one request, at most MAX_ENTRIES. The last entry is always the end; its note says how many entries
+    were left out."""
 
     __slots__ = ("_entries", "_left_out")
 
     def __init__(self) -> None:
-        self._entries: list[tuple[LedgerKind, float, int, str, PrefixMiss | None]] = []  # what LedgerEntry has
+        self._entries: list[tuple[LedgerKind, float, int, str, PrefixMiss | None]] = []  # the fields of LedgerEntry
         self._left_out = 0
 
     @property
@@ -172,11 +172,11 @@ class Ledger:
             self._left_out += 1
 
     def note_miss(self, at: float, miss: PrefixMiss) -> None:
-        """Add the entry that tells why no more of the prompt was in the prefix cache."""
+        """Add the entry that says why no more of the prompt was found in the prefix cache."""
         self.note("missed", at, miss.num_found + 1, miss.text(), miss)
 
     def finish(self, at: float, amount: int, note: str) -> tuple[LedgerEntry, ...]:
-        """Return all entries, with the end as the last."""
+        """Return all entries, followed by the end."""
         if self._left_out:
             note = f"{note}; {self._left_out} entries were left out"
         return tuple(map(_make_entry, [*self._entries, ("finished", at, amount, note, None)]))
@@ -188,10 +188,10 @@ NO_VERSION = (0, 0)  # of a pool without windows and states
 class Hit(NamedTuple):
     """The last lookup for a waiting group: the match on the device, and the state of the tree at that time."""
 
-    match: Match  # what a request can continue after
-    changes: int  # of the match's node, at the time of the lookup
+    match: Match  # the prefix after which the request can continue
+    changes: int  # of the node of `whole`, at the time of the lookup
     plan: int  # the number of the plan for which it was looked up
-    whole: Match  # the same, or longer: blocks that are cached, but whose windows or states are not
+    whole: Match  # as long or longer: includes cached blocks without their window blocks or states
     version: tuple[int, int] = NO_VERSION  # of the pool
 
     def is_held(self, tree: PrefixTree, salt: str) -> bool:
@@ -212,38 +212,38 @@ class Group:
     ordinal: int  # number in the order of arrival
     limit: int  # the number of tokens a sequence may reach, prompt included
     seed: int
-    handle: int  # of its first sample
-    sampling: SamplingParams  # what the workers get: the request's, with logprobs if its samples are ranked
+    handle: int  # handle of its first sample
+    sampling: SamplingParams  # for the workers: the request's, with logprobs added if samples are ranked
     search: BeamSearch | None = None  # the beam search, whose beams the sequences are
-    origin: Sequence | None = None  # the sequence of another group that it branches off, until it is admitted
+    origin: Sequence | None = None  # until it is admitted: the sequence of another group that it branches from
     live: list[Sequence] = field(default_factory=list)
     ended: list[SampleEnd] = field(default_factory=list)
-    is_forked: bool = False  # its sequences have tables of their own: the prompt was computed and forked
+    is_forked: bool = False  # the prompt was computed and forked: its sequences have separate block tables
     is_running: bool = False
     num_spare: int = 0  # rows that are reserved for further beams
     num_preemptions: int = 0
     prompt_logprobs: list[LogprobTable] = field(default_factory=list)  # in the order of their steps
-    pooled: bytes = b""  # float32 numbers, if the request is pooled
+    pooled: bytes = b""  # float32 results of a pooling request
     ledger: Ledger = field(default_factory=Ledger)
     arrival: float = 0.0  # when it was submitted, on the engine's clock
-    queued_step: int = 0  # the number of plans when it last began to wait
+    queued_step: int = 0  # number of plans made when it last joined the queue
     wait_reason: str = ""  # why it was last not admitted
     has_token: bool = False  # a generated token has come back
     num_cached: int | None = None  # prompt tokens that its first admission found in the prefix cache
     hit: Hit | None = None  # the last prefix lookup, while it waits
-    slot: int = NO_ADAPTER  # of its LoRA adapter, while it runs
-    micro_batch: int = 0  # to which it belongs, while it runs
-    slot_wait_since: float | None = None  # when it began to wait for that slot
-    # Its chunks while no token has come from that slot: their blocks are not shared. None: all that it computes is.
+    slot: int = NO_ADAPTER  # adapter slot, while it runs
+    micro_batch: int = 0  # its micro-batch, while it runs
+    slot_wait_since: float | None = None  # when it began to wait for an adapter slot
+    # Its chunks until the first token comes from the adapter slot: their blocks are not shared before. None: they are.
     held_chunks: list[tuple[Sequence, Chunk]] | None = None
-    num_known: int = 0  # first tokens that other requests had too: its state after them is kept
+    num_known: int = 0  # the first tokens, which other requests had too: the state after them is kept
     num_prompt: int = field(init=False)
-    num_reusable: int = field(init=False)  # first tokens that may come from the cache
-    prompt_limit: int = field(init=False)  # the same of its prompt, whose last token is always computed
-    reads_cache: bool = field(init=False)  # False: it wants something of every position
+    num_reusable: int = field(init=False)  # the first tokens, which may come from the prefix cache
+    prompt_limit: int = field(init=False)  # the same within the prompt, whose last token is always computed
+    reads_cache: bool = field(init=False)  # False: it needs a result of every position
     is_ranked: bool = field(init=False)  # its samples are ranked at their end, and not streamed (best_of, beam search)
     cache_root: str = field(init=False)  # of its request
-    # Its tokens as int32 bytes, those of images replaced by their content: slices are keys, and comparing is a memcmp.
+    # Its prompt as int32 bytes, with image tokens replaced by their keys: slices are cache keys, compared by memcmp.
     prompt: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -266,7 +266,7 @@ class Group:
 
     @property
     def num_candidates(self) -> int:
-        """How many of the most likely next tokens the workers report for its rows."""
+        """How many of the most likely next tokens the workers report per sample."""
         return 0 if self.search is None else self.search.num_candidates
 
     @property
@@ -283,7 +283,8 @@ class Group:
         self.ended.append(tuple.__new__(SampleEnd, fields))  # SampleEnd() takes longer
 
     def finish_message(self, at: float, error: str | None = None, invalid_field: str = "") -> Finished:
-        """Return the terminal message of the request, made at time `at`. The other two are of its Fault."""
+        """Return the terminal message of the request, made at time `at`. `error` and `invalid_field` are those of its
+        Fault."""
         sampling, samples = self.request.sampling, tuple(self.ended)
         entries = None
         if sampling.prompt_logprobs is not None:
@@ -311,7 +312,7 @@ class Group:
         return tuple.__new__(Finished, fields)  # likewise
 
     def _in_order(self, samples: tuple[SampleEnd, ...]) -> tuple[SampleEnd, ...]:
-        """Return the samples by their indices. Those of best_of are ranked, and only the best are returned."""
+        """Return the samples by their indices. Samples of best_of are ranked, and only the best are returned."""
         samples, sampling = tuple(sorted(samples, key=lambda sample: sample.index)), self.request.sampling
         if self.search is not None or not self.is_ranked:
             return samples
@@ -321,7 +322,8 @@ class Group:
 
 
 def join_tables(tables: list[LogprobTable], start: int, end: int) -> LogprobTable:
-    """One table of the prompt tokens `start` .. `end`. What was computed again after a preemption counts once."""
+    """Join tables into one for the prompt tokens `start` to `end` (exclusive). Tokens that were computed again after a
+    preemption count once."""
     width, count = max((table.width for table in tables), default=1), max(end - start, 0)
     ids = np.zeros((count, width), dtype=np.int32)
     values = np.zeros((count, width), dtype=np.float32)
@@ -337,7 +339,7 @@ def join_tables(tables: list[LogprobTable], start: int, end: int) -> LogprobTabl
 def rank(samples: Iterable[SampleEnd], n: int, rank_by: str) -> tuple[SampleEnd, ...]:
     """Return the n best samples of best_of by the mean or the sum of their logprobs, best first, with new indices.
 
-    Samples that were aborted or failed come last; equal ones keep their order.
+    Aborted and failed samples come last; equal ones keep their order.
     """
     scored = [sample._replace(score=_score(sample, rank_by)) for sample in samples]
     scored.sort(key=lambda sample: (sample.finish_reason in ("abort", "error"), -_order(sample)))

@@ -1,4 +1,4 @@
-"""Computes masks for GuidedRows with llguidance, in threads, while the engine does other work."""
+"""MaskTable: computes masks for GuidedRows with llguidance in threads, while the engine does other work."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 Flags = npt.NDArray[np.bool_]
-FEW = 4  # rows
-QUICK_SECONDS = 200e-6  # masks of a few rows that take less are computed by the engine's thread
+FEW = 4  # rows per batch
+QUICK_SECONDS = 200e-6  # masks of FEW rows that take less are computed by the engine's thread
 FIRST_GUESS = 20e-6  # seconds for a mask, before any was measured
-FIRST_WORDS = 64  # of a mask: if two bits are set in them, it is neither empty nor a single token
+FIRST_WORDS = 64  # first words of a mask; two bits set there show that it allows several tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +39,22 @@ class FilledMasks:
 
     rows: Ints  # [rows]
     bits: Bits  # [rows, words of the vocabulary], read-only; bit t % 32 of word t // 32 is set where t is allowed
-    changed: Flags  # [rows], False where the mask is the one that this row had when it was filled last
+    changed: Flags  # [rows], False where the mask equals the row's previous mask
     over: Flags  # [rows], True: the grammar is complete after the token that the row has consumed
     failed: tuple[tuple[int, GrammarError], ...]  # rows without a mask, and why
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Masks that were begun together. A line is the index of a row in the batch and in the matrix of masks."""
+    """Masks whose computation was started together. A line is the index of a row in the batch and in the matrix of
+    masks."""
 
     rows: Ints
     matchers: Sequence[Matcher]
-    tokens: Sequence[int] | None  # tokens that the matchers consume first
+    tokens: Sequence[int] | None  # the tokens that the matchers consume first
     over: Flags
     on_engine_thread: Sequence[int] = ()  # lines that `finish` computes one by one, on the engine's thread
-    asked: list[tuple[GrammarMatcher, int]] = field(default_factory=list)  # llguidance computes the masks of these
+    asked: list[tuple[GrammarMatcher, int]] = field(default_factory=list)  # llguidance computes their masks
     forced: list[tuple[int, int]] = field(default_factory=list)  # (line, the only token that is allowed)
     failed: dict[int, GrammarError] = field(default_factory=dict)  # by line
     changed: Flags | None = None
@@ -62,35 +63,36 @@ class _Batch:
 
 
 class MaskTable:
-    """Computes the masks of a batch of rows, and knows which of them differ from the masks these rows had before.
+    """Computes the masks of a batch of rows, and determines which of them differ from these rows' previous masks.
 
-    One thread of its own hands the batch to llguidance, which works on it with several threads and without the GIL.
-    Between `begin` and `finish` the matchers of the batch belong to the table. The masks are those that `Matcher.mask`
-    returns: they do not depend on the batch, on threads or on timing.
+    A separate thread passes the batch to llguidance, which works on it with several threads and without the GIL.
+    Between `begin` and `finish` the matchers of the batch belong to the table. The masks equal those of `Matcher.mask`:
+    they do not depend on the batch, on threads or on timing.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, threads: int | None = None) -> None:
         self._words, self._end = -(-vocab_size // 32), vocab_size
-        line_words = -(-(vocab_size + 1) // 32)  # llguidance's own end token comes after the vocabulary
+        line_words = -(-(vocab_size + 1) // 32)  # llguidance's end token follows the vocabulary
         self._filled: Bits = np.zeros((num_rows, line_words), dtype=np.uint32)  # by line
-        self._last: Bits = np.zeros((num_rows, line_words), dtype=np.uint32)  # by row: the mask it had before
+        self._last: Bits = np.zeros((num_rows, line_words), dtype=np.uint32)  # by row: its previous mask
         self._is_known: Flags = np.zeros(num_rows, dtype=np.bool_)  # by row: whether `_last` holds its mask
         self._line_bytes = line_words * 4
         self._threads = mask_threads() if threads is None else threads
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._end_thread: Callable[[], object] | None = None  # called at the interpreter's end at the latest
-        self._batch: _Batch | None = None  # begun and not finished
-        self._forgotten: set[int] = set()  # rows with a new owner since then
-        self._mask_seconds = FIRST_GUESS  # of processor time for one mask, where few were computed
+        # Ends the thread; called at the latest when the interpreter exits.
+        self._end_thread: Callable[[], object] | None = None
+        self._batch: _Batch | None = None  # begun, not finished
+        self._forgotten: set[int] = set()  # rows that got a new sequence since then
+        self._mask_seconds = FIRST_GUESS  # processor time per mask in small batches
         self._is_closed = False
 
     # ------------------------------------------------------------------------------------------ the engine's thread
     def begin(self, rows: Sequence[int], matchers: Sequence[Matcher], tokens: Sequence[int] | None = None) -> None:
-        """Start to compute the masks of these rows at their matchers' present places. Returns at once.
+        """Start to compute the masks of these rows at their matchers' current positions. Returns at once.
 
-        With `tokens`, each matcher first consumes its own: a token that was sampled under the mask before and that does
-        not end the request. Without them, no matcher may be over.
+        With `tokens`, each matcher first consumes its token, which was sampled under the previous mask and does not end
+        the request. Without `tokens`, no matcher may be over.
         """
         if self._is_closed or self._batch is not None:
             raise RuntimeError("the table is closed" if self._is_closed else "the batch before is not finished")
@@ -106,7 +108,7 @@ class MaskTable:
         self._batch = batch
 
     def _hand_over(self, batch: _Batch) -> None:
-        """Give a batch to the table's thread."""
+        """Pass a batch to the table's thread."""
         if batch.tokens is None and len(batch.matchers) > FEW:
             self._split_forced(batch)
         if self._thread is None:
@@ -115,17 +117,17 @@ class MaskTable:
             pool = LLExecutor(self._threads)
             self._thread = threading.Thread(target=self._serve, args=(pool,), name="masks", daemon=True)
             self._thread.start()
-            # A thread that is inside llguidance when the interpreter ends would crash it.
+            # A thread that is inside llguidance when the interpreter exits would crash it.
             self._end_thread = weakref.finalize(self, _end_thread, self._batches, self._thread)
         batch.done = threading.Event()
         self._batches.put(batch)
-        time.sleep(0)  # gives the thread the GIL; otherwise it would start when this thread next waits
+        time.sleep(0)  # yields the GIL, so that the thread starts now and not when this thread next waits
 
     def finish(self) -> FilledMasks:
         """Wait for the masks that `begin` started, and return them.
 
-        Computes masks here that no thread can make or that take less time here: those of matchers other than
-        llguidance's, and those of a few quick rows. A row's fault is in `failed` and is not raised.
+        Masks of matchers other than llguidance's, and those of a few quick rows, are computed here. A row's fault is
+        reported in `failed`, not raised.
         """
         batch, self._batch = self._batch, None
         if batch is None:
@@ -161,16 +163,16 @@ class MaskTable:
             self._forgotten.add(row)
 
     def close(self) -> None:
-        """End the threads; masks that are being computed are finished first. Idempotent."""
+        """End the threads; masks being computed are finished first. Idempotent."""
         self._is_closed = True
         if self._end_thread is not None:
             self._end_thread()
             self._thread = None
 
     def _split_forced(self, batch: _Batch) -> None:
-        """Split the batch: `forced` gets the matchers that allow a single token, as they are inside a forced run, and
-        `asked` those whose masks llguidance must compute. May move matchers of `asked` to other lexers, so that the
-        threads share the work."""
+        """Split the batch: matchers that allow a single token, because they are inside a forced run, go to `forced`;
+        those whose masks llguidance must compute go to `asked`. May move matchers of `asked` to other lexers, to share
+        the work among threads."""
         asked, failed, over = batch.asked, batch.failed, batch.over.tolist()
         for line, matcher in enumerate(batch.matchers):
             if not isinstance(matcher, GrammarMatcher) or over[line] or line in failed:
@@ -196,7 +198,7 @@ class MaskTable:
 
     # ------------------------------------------------------------------------------------------- the table's thread
     def _serve(self, pool: LLExecutor) -> None:
-        """Compute batches until there are no more. `pool` is llguidance's thread pool."""
+        """Compute batches until the queue ends with None. `pool` is llguidance's thread pool."""
         while (batch := self._batches.get()) is not None:
             try:
                 self._work(batch, pool)
@@ -227,7 +229,7 @@ class MaskTable:
         self._filled[without] = 0
 
     def _consume_tokens(self, batch: _Batch, tokens: Sequence[int], pool: LLExecutor) -> None:
-        """Have llguidance consume the tokens of all its matchers at once."""
+        """Let llguidance consume the tokens of all its matchers at once."""
         together: list[tuple[GrammarMatcher, int]] = []
         for line, matcher in enumerate(batch.matchers):
             if isinstance(matcher, GrammarMatcher):
@@ -256,7 +258,7 @@ class MaskTable:
                 batch.failed[line] = _as_grammar_error(error)
 
     def _compute_in_threads(self, batch: _Batch, pool: LLExecutor) -> None:
-        """Have llguidance compute masks, lexer by lexer: neighbours go to one thread, and wait for no other."""
+        """Let llguidance compute masks, ordered by lexer, so that matchers that share a lock are in one thread."""
         by_lexer: defaultdict[Lexer, list[tuple[LLMatcher, int]]] = defaultdict(list)
         for matcher, line in batch.asked:
             matcher.note_mask()
@@ -273,9 +275,10 @@ class MaskTable:
             self._read_ends(batch)
 
     def _read_ends(self, batch: _Batch) -> None:
-        """Put the tokens that end each request in place of llguidance's own end token.
+        """Replace llguidance's end token in each mask by the tokens that end the request.
 
-        A line without any token may be a failure, and one with a single token may begin a forced run: these are asked.
+        A line without any token may be a failure, and one with a single token may begin a forced run: their matchers
+        are asked for the reason.
         """
         lines = np.array([line for _, line in batch.asked])
         word, bit = divmod(self._end, 32)
@@ -303,8 +306,8 @@ class MaskTable:
                 self._compute_alone(batch, line)
 
     def _find_narrow(self, lines: npt.NDArray[np.intp]) -> tuple[Flags, Flags]:
-        """Return which of these lines allow no token, and which may allow a single one: all their words together have a
-        single bit."""
+        """Return which of these lines allow no token, and which may allow a single one because the bitwise OR of their
+        words has a single bit."""
         is_empty, is_single = (np.zeros(len(lines), dtype=np.bool_) for _ in range(2))
         words = np.bitwise_or.reduce(self._filled[lines, :FIRST_WORDS], axis=1)
         narrow = np.flatnonzero((words & (words - np.uint32(1))) == 0)
@@ -322,7 +325,8 @@ class MaskTable:
             self._consume_alone(batch, line)
             self._compute_alone(batch, line)
         seconds = (time.thread_time() - began) / len(lines)
-        self._mask_seconds += (min(seconds, 4 * self._mask_seconds) - self._mask_seconds) / 8  # one mask proves little
+        # Limit the influence of one slow mask.
+        self._mask_seconds += (min(seconds, 4 * self._mask_seconds) - self._mask_seconds) / 8
 
     def _consume_alone(self, batch: _Batch, line: int) -> None:
         """Let one matcher consume its token, if it has one."""
@@ -366,7 +370,7 @@ class MaskTable:
         return differs | ~self._is_known[rows]
 
     def _has_changed(self, row: int, line: int) -> bool:
-        if self._filled[line].tobytes() == self._last[row].tobytes():  # for one line the fastest way
+        if self._filled[line].tobytes() == self._last[row].tobytes():  # the fastest comparison for one line
             return not self._is_known[row]
         self._last[row] = self._filled[line]
         return True

@@ -1,4 +1,4 @@
-"""How much memory native libraries hold through the C library's malloc."""
+"""The memory that native libraries hold through the C library's malloc."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _LIBRARY = _find()
 
 
 def native_bytes() -> int:
-    """Return the bytes in use that malloc took from its heaps; large blocks of their own do not count. 0: not known."""
+    """Return the bytes in use in malloc's heaps, without large blocks that are mapped separately; 0 if unknown."""
     return 0 if _LIBRARY is None else int(_LIBRARY[0]().uordblks)
 
 
 def give_back() -> None:
-    """Return free memory to the system, where the C library can."""
+    """Return free memory to the system, if the C library supports it."""
     if _LIBRARY is not None:
         _LIBRARY[1](0)

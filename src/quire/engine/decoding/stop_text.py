@@ -1,5 +1,5 @@
-"""Stop strings of ranked samples (best_of, beam search), which the engine looks for itself. Those of streamed samples
-are found by the serving layer."""
+"""Stop strings of ranked samples (best_of, beam search), which the engine itself looks for. The serving layer finds
+those of streamed samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_TEXT = b""
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """The stop strings of a request as bytes, and the bytes of each token. They count only after `min_tokens`
+    """The stop strings of a request as bytes, and the bytes of each token. Stop strings count only after `min_tokens`
     tokens."""
 
     stops: tuple[tuple[bytes, str], ...]
@@ -47,8 +47,8 @@ class StopText:
     num_tokens: int = 0
 
     def push(self, token: int) -> tuple[StopText, str | None]:
-        """Return the text after one more token, and the stop string that the token completed, if any: the one that ends
-        first, of several the longest."""
+        """Return the text after one more token, and the stop string that the token completed, or None. Of several stop
+        strings it is the one that ends first; of these, the longest."""
         rules, count = self.rules, self.num_tokens + 1
         if count <= rules.min_tokens:
             return StopText(rules, _NO_TEXT, count), None

@@ -1,4 +1,4 @@
-"""The optional parts of an engine for decoding: grammars, draft proposers, the vocabulary."""
+"""The optional parts of an engine for decoding: grammars, draft proposers and the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from quire.types.sampling import TokenRules
 
 @dataclass(frozen=True, slots=True)
 class DecodingTools:
-    """By default there are no drafts. Without a vocabulary, the engine refuses grammars and stop strings of ranked
-    samples. With `checked_only`, it refuses a grammar without the digest of its check."""
+    """The optional parts for decoding. By default there are no drafts. Without a vocabulary, the engine refuses
+    grammars and stop strings of ranked samples. With `checked_only`, it refuses a grammar without the digest of its
+    check."""
 
     grammars: Grammars = field(default_factory=NoGrammars)
     proposers: DraftProposers = field(default_factory=NoProposers)
@@ -25,7 +26,7 @@ class DecodingTools:
     def compile(self, rules: TokenRules) -> Compilation:
         """Start to compile the grammar of a request. Raises InvalidRequest for a grammar that is not allowed.
 
-        A grammar that no checker has tried may take all time and memory.
+        A grammar that was not checked could take unlimited time and memory.
         """
         if self.checked_only and rules.grammar_digest != grammar_digest(rules.grammar):
             reason = "carries a grammar that was not checked"

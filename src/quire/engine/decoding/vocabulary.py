@@ -1,4 +1,4 @@
-"""The model's tokens as bytes, for grammars and stop strings."""
+"""Vocabulary: the model's tokens as bytes, for grammars and stop strings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The bytes of each token. The serving layer makes it, as the engine has no tokenizer."""
+    """The bytes of each token. The serving layer makes it, because the engine has no tokenizer."""
 
     tokens: Sequence[bytes]  # by id; empty where an id has no text
-    special_ids: frozenset[int]  # their bytes are their names, never part of an answer
+    special_ids: frozenset[int]  # tokens whose bytes are only their names and never part of an answer
     eos_ids: tuple[int, ...]
     encode: Encode  # tokenizes a text that continues another one
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 # Tokens of context at which attention costs as much as the rest of a layer: 10,000 to 30,000 in today's models.
 EVEN_CONTEXT = 16_384
-_SLACK = 64  # outdated heap entries that are tolerated however few runs are without holders
+_SLACK = 64  # outdated heap entries that are always tolerated
 
 
 class EvictionPolicy(Protocol):
-    """Orders the runs of the prefix tree that no table holds. The victim is always a leaf.
+    """Orders the runs of the prefix tree that no table holds, by eviction. The victim is always a leaf.
 
     A table that holds a run holds all runs above it, so a parent never loses its last holder before its children.
     """
@@ -31,25 +31,25 @@ class EvictionPolicy(Protocol):
     def __contains__(self, node: object) -> bool: ...
 
     def add(self, node: Node) -> None:
-        """The last holder of this run has released it."""
+        """Note that the last holder of this run has released it."""
 
     def remove(self, node: Node) -> None:
-        """A table holds this run again."""
+        """Note that a table holds this run again."""
 
     def victim(self) -> Node:
         """Return the leaf to evict blocks from. It stays in the order until `evicted`. There must be one."""
 
     def evicted(self, node: Node) -> None:
-        """The victim has lost its last block; the tree removes it next."""
+        """Note that the victim has lost its last block; the tree removes it next."""
 
     def entered(self, node: Node, *, is_new: bool) -> None:
-        """A sequence published blocks: a new run, or more blocks at the end of one. The sequence holds it."""
+        """Note that a sequence published blocks: a new run, or more blocks at the end of one. The sequence holds it."""
 
     def used(self, node: Node) -> None:
-        """A lookup found this run and all runs above it."""
+        """Note that a lookup found this run and all runs above it."""
 
     def split(self, head: Node, tail: Node) -> None:
-        """The first blocks of the run `tail` became the run `head`."""
+        """Note that the first blocks of the run `tail` became the run `head`."""
 
     def clear(self) -> None: ...
 
@@ -152,7 +152,7 @@ class LeastFrequentlyUsed:
         self._age = max(self._age, score)
         parent = node.parent
         if parent is not None and len(parent.children) == 1 and parent in self._since:
-            self._push(parent)  # it is a leaf from now on
+            self._push(parent)  # it is a leaf now
         self._drop_outdated()
 
     def entered(self, node: Node, *, is_new: bool) -> None:
@@ -213,7 +213,7 @@ class FirstInFirstOut(LeastFrequentlyUsed):
 
 
 class CheapestToRecompute(LeastFrequentlyUsed):
-    """LFU in which a use of a run counts as much as it costs to compute its last block again.
+    """LFU in which one use of a run counts as much as computing its last block again costs.
 
     All blocks take the same memory and the same work in linear layers, but attention reads all tokens before a block.
     So the end of a long branch costs more than the end of a short one, which is evicted first if both are used equally.

@@ -1,5 +1,5 @@
-"""The blocks of a model whose layers keep different things: blocks of the layers that keep all tokens, and beside each
-of them its side blocks: those of the layers with a window, and the state of recurrent layers after its last token."""
+"""The block pool for models with groups of layers. Each block has side blocks: the window blocks of layers with a
+window, and the state of recurrent layers after the block's last token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.state_slots import StateSlots
 from quire.types.errors import OutOfBlocks
 
-_GAINS = 1_024  # side blocks that cached blocks were given, of which the pool remembers the last
+_GAINS = 1_024  # how many of the last gains of side blocks by cached blocks the pool remembers
 
 
 class Blocks(Protocol):
@@ -23,25 +23,25 @@ class Blocks(Protocol):
 
 
 class GroupedPool(BlockPool):
-    """Hands out blocks together with their window blocks. Both are taken from one pool; `num_free` counts all of them.
+    """Hands out blocks together with their window blocks. Both come from one pool; `num_free` counts all of them.
 
-    A block's window blocks live no longer than the block. Tables say which of their blocks are within the window
-    (`read`). Window blocks that nobody reads are idle: they stay while memory lasts, so that a later request can
-    continue there, and are the first to be evicted. Those at the end of a finished sequence are evicted last.
+    A block's window blocks live no longer than the block. Tables report which of their blocks are within the window
+    (`read`). Window blocks that no table reads are idle: they stay while memory lasts, so that a later request can
+    continue there, and are evicted first. Those at the end of a finished sequence are evicted last.
     """
 
     def __init__(self, num_blocks: int, groups: KVGroups, block_size: int, max_chunk: int) -> None:
         super().__init__(num_blocks)
-        self._max_chunk = max_chunk  # the most tokens of a sequence that one step computes
+        self._max_chunk = max_chunk  # most tokens of one sequence that a step computes
         self.groups, self._width, self._block_size = groups, groups.num_window_blocks, block_size
         self.states = StateSlots(groups.num_states) if groups.num_states else None
         self._windows: dict[int, tuple[int, ...]] = {}  # block -> its window blocks
-        self._readers: dict[int, int] = {}  # block -> tables in whose window it is; none: idle
+        self._readers: dict[int, int] = {}  # block -> number of tables in whose window it is; absent: idle
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest use first
-        self._ends: OrderedDict[int, None] = OrderedDict()  # likewise, at the end of a finished sequence
-        self._assigned: dict[int, tuple[int, ...]] = {}  # window blocks that the workers do not know yet
+        self._ends: OrderedDict[int, None] = OrderedDict()  # the same for blocks at the end of a finished sequence
+        self._assigned: dict[int, tuple[int, ...]] = {}  # block -> window blocks that the workers do not know yet
         self._num_lost = self._num_gained = 0
-        self._gained: deque[tuple[int, int]] = deque(maxlen=_GAINS)  # blocks up to that one, block
+        self._gained: deque[tuple[int, int]] = deque(maxlen=_GAINS)  # (number of blocks up to and including it, block)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -117,7 +117,7 @@ class GroupedPool(BlockPool):
             self._drop_sides(block)
 
     def _drop_sides(self, block: int) -> None:
-        """Free the side blocks of a block that is free now."""
+        """Free the side blocks of a block that is now free."""
         windows = self._windows.pop(block, None)
         if windows is not None:
             if self._readers.pop(block, None) is not None:
@@ -148,7 +148,7 @@ class GroupedPool(BlockPool):
             self.states.begin_plan()
 
     def take_assigned(self) -> dict[int, tuple[int, ...]]:
-        """Return the window blocks, by block, that were handed out since the last call."""
+        """Return the window blocks handed out since the last call, by block."""
         assigned, self._assigned = self._assigned, {}
         return assigned
 
@@ -169,7 +169,7 @@ class GroupedPool(BlockPool):
         return 0 if window is None else max(position - window + 1, 0) // self._block_size
 
     def read(self, blocks: Sequence[int]) -> None:
-        """Count one more table in whose window these blocks are."""
+        """Count one more table for these blocks, which are in its window."""
         if self._width:
             readers = self._readers
             for block in blocks:
@@ -181,7 +181,8 @@ class GroupedPool(BlockPool):
                 readers[block] += 1
 
     def unread(self, blocks: Sequence[int], *, at_end: bool = False) -> None:
-        """Count one table less in whose window these blocks are. `at_end`: they are its last."""
+        """Count one table less for these blocks, which were in its window. `at_end`: they are the table's last
+        blocks."""
         if self._width:
             readers = self._readers
             for block in blocks:
@@ -192,11 +193,12 @@ class GroupedPool(BlockPool):
                     self.num_free += self._width
 
     def num_taken(self, *, in_window: bool) -> int:
-        """Return how many blocks of memory a block takes that is in the window, or `take_bare`."""
+        """Return how many blocks of memory one block takes: with its window blocks if `in_window`, otherwise as
+        `take_bare`."""
         return 1 + self._width if in_window else 1
 
     def take_bare(self) -> int:
-        """Hand out one block without window blocks: its tokens are out of the window. Raises OutOfBlocks."""
+        """Hand out one block without window blocks, for tokens outside of the window. Raises OutOfBlocks."""
         if not self.num_free:
             raise OutOfBlocks("kv cache: no block is free")
         self._make_free(1)
@@ -206,8 +208,8 @@ class GroupedPool(BlockPool):
         return block
 
     def move_sides(self, block: int, other: int, count: int) -> None:
-        """Give the side blocks of a block that only the caller holds, and does not read, to another block with the same
-        tokens, as far as that has none. With that block, `count` blocks of a sequence end."""
+        """Move the side blocks of `block`, which only the caller holds and does not read, to `other`, which has the
+        same tokens, as far as `other` lacks them. `count`: the blocks of the sequence up to and including this one."""
         if self._holders[block] > 1:
             return
         if block in self._windows and other not in self._windows:
@@ -222,13 +224,13 @@ class GroupedPool(BlockPool):
         self.note_gain(count, other)
 
     def note_gain(self, count: int, block: int) -> None:
-        """Note that a block may have been given side blocks: requests may continue behind it, or soon after it. It is
+        """Note that a block may have gained side blocks, so that requests may continue after it or soon after it. It is
         the last of the first `count` blocks of a sequence."""
         self._num_gained += 1
         self._gained.append((count, block))
 
     def gains_since(self, num_gained: int) -> list[tuple[int, int]] | None:
-        """Return what `note_gain` noted since the version had that number of gains; None: it was too much."""
+        """Return the entries of `note_gain` since the version with `num_gained` gains; None: too many to remember."""
         count = self._num_gained - num_gained
         return None if count > len(self._gained) else list(islice(reversed(self._gained), count))
 
@@ -244,10 +246,11 @@ class GroupedPool(BlockPool):
         return 0 if window is None else -(-window // self._block_size)
 
     def longest_resumable(self, blocks: Blocks, count: int, above: int = 0) -> int:
-        """Return how many of the first `count` blocks of a sequence, but more than `above`, a request can continue
-        after: the last of them are in the window and have window blocks, and the last has a checkpoint. 0: after none.
+        """Return after how many of the first `count` blocks of a sequence a request can continue, at least more than
+        `above`; 0: after none. The last of these blocks within the window must have window blocks, and the last one a
+        checkpoint.
 
-        Reads the blocks from the last on, and not those in front of the answer's window.
+        Reads the blocks from the last one backwards, and none before the window of the result.
         """
         while count > above:
             if self.states is not None and blocks[count - 1] not in self.states:
@@ -260,7 +263,7 @@ class GroupedPool(BlockPool):
         return 0
 
     def _last_missing(self, blocks: Blocks, count: int) -> int | None:
-        """Return the last of the first `count` blocks that is in the window of the next token and has no window
+        """Return the last of the first `count` blocks that is in the window of the next token but has no window
         blocks."""
         if not self._width:
             return None
@@ -268,26 +271,26 @@ class GroupedPool(BlockPool):
         return next((place for place in range(count - 1, first - 1, -1) if blocks[place] not in self._windows), None)
 
     def has_windows(self, block: int) -> bool:
-        """Whether a block has all window blocks that its model needs."""
+        """Whether a block has its window blocks, if the model uses any."""
         return not self._width or block in self._windows
 
     def memory_blocks(self, block: int) -> tuple[int, ...]:
-        """Return the blocks of memory that hold the tokens of a block: itself, and its window blocks."""
+        """Return the blocks of memory that hold a block's tokens: itself, and its window blocks."""
         return block, *self._windows.get(block, ())
 
     def is_read(self, block: int) -> bool:
-        """Whether a block is in the window of some table; always, if there is no window."""
+        """Whether a block is in the window of some table; always true without a window group."""
         return not self._width or block in self._readers
 
     def sides(self, block: int) -> Iterator[tuple[bytes, int]]:
-        """Yield the side blocks that a block has, each with a name that is the same for every block."""
+        """Yield the side blocks of a block with their names. The names are the same for every block."""
         for place, window in enumerate(self._windows.get(block, ())):
             yield b"window %d" % place, window
         if self.states is not None and (slot := self.states.slot_of(block)) is not None:
             yield from self.state_blocks(slot)
 
     def state_blocks(self, slot: int) -> Iterator[tuple[bytes, int]]:
-        """Yield the blocks of a state, with their names."""
+        """Yield the blocks of a state slot with their names."""
         first = self.num_blocks + slot * self.groups.blocks_per_state
         for place in range(self.groups.blocks_per_state):
             yield b"state %d" % place, first + place

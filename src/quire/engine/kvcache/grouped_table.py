@@ -1,5 +1,5 @@
-"""The block table of a sequence whose model has groups of layers: it knows which of its blocks are in the window, and
-which slot holds the state of recurrent layers."""
+"""The block table of a sequence whose model has groups of layers: it tracks which blocks are in the window, and which
+slot holds the state of recurrent layers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from quire.engine.kvcache.table import NO_STATE, BlockTable, Move
 from quire.types.errors import OutOfBlocks
 from quire.types.step import BlockCopy
 
-KEPT_TOKENS = 1_024  # the state is kept every so many tokens ...
-STATE_TOKENS = 16  # ... and while a sequence generates every so many, in whole blocks, of which ...
-_TRAIL = 2  # ... the last are enough: its end may be known a few tokens late
+KEPT_TOKENS = 1_024  # a checkpoint is kept every KEPT_TOKENS tokens ...
+STATE_TOKENS = 16  # ... and, while a sequence generates, every STATE_TOKENS (rounded up to whole blocks), of which ...
+_TRAIL = 2  # ... the last _TRAIL stay: a sequence's end may be known a few tokens late
 
 
 class GroupedTable(BlockTable):
-    """A BlockTable that reads the window blocks of its last blocks and holds a state."""
+    """A BlockTable that reads the window blocks of its last blocks and holds a state slot."""
 
     __slots__ = ("_drafted", "_first_read", "_is_known", "_kept", "_sides", "_trail", "_trailing", "state")
 
     def __init__(self, pool: GroupedPool, block_size: int, tree: PrefixTree | None = None) -> None:
         super().__init__(pool, block_size, tree)
         self._sides = pool
-        self._first_read = 0  # it reads the window blocks of its blocks from here on
+        self._first_read = 0  # it reads the window blocks of its blocks from this index on
         self.state = NO_STATE  # the slot that holds the state after all tokens that were planned
-        self._is_known = False  # the workers know that the row's state is there
-        self._drafted: list[tuple[int, int, int]] = []  # first draft token, end, and the slot of the state at the end
-        self._trail: list[int] = []  # blocks whose checkpoints only follow a running sequence
+        self._is_known = False  # the workers know this slot
+        self._drafted: list[tuple[int, int, int]] = []  # (first draft token, end, slot of the state at the end)
+        self._trail: list[int] = []  # blocks whose checkpoints are replaced as the sequence generates
         self._kept, self._trailing = (-(-tokens // block_size) * block_size for tokens in (KEPT_TOKENS, STATE_TOKENS))
 
     # ------------------------------------------------------------------------------------------------------- sharing
@@ -45,7 +45,7 @@ class GroupedTable(BlockTable):
 
     def add_loaded(self, blocks: Sequence[int], num_tokens: int) -> None:
         """Append private blocks that the current plan loads, with the side blocks that are needed to continue after the
-        last. The caller reads the window blocks among them."""
+        last of them. The caller reads the window blocks among them."""
         self.leave_window(num_tokens)
         self.extend(blocks, num_tokens)
         self._first_read = max(self._first_read, self._sides.first_seen(num_tokens))
@@ -65,14 +65,15 @@ class GroupedTable(BlockTable):
         return self._sides.with_windows(num_blocks - len(self.blocks))
 
     def rest(self) -> None:
-        """Hold no state: that of a pinned prompt is evicted late, but must not be missing where sequences run."""
+        """Hold no state: the state of a pinned prompt is evicted late, but its slot must not be missing for running
+        sequences."""
         self._set_state(NO_STATE)
         if self._sides.states is not None and self.blocks:
             self._sides.states.set_end(self.blocks[-1])
 
     def _resume(self) -> None:
-        """Read the window blocks that the next token sees, and the state after the last block. Where some are missing,
-        as behind a prompt that is pinned, read the others."""
+        """Read the window blocks that the next token sees, and the state after the last block. Where window blocks are
+        missing, as after a pinned prompt, read only those that follow them."""
         pool, first = self._sides, len(self.blocks)
         wanted = pool.first_seen(self.num_tokens)
         while first > wanted and pool.has_windows(self.blocks[first - 1]):
@@ -107,8 +108,8 @@ class GroupedTable(BlockTable):
         return super().replace_with(other)
 
     def use_cached(self, node: Node) -> None:
-        """See BlockTable. Side blocks that the tree's blocks lack move there, which only a table does that is freed
-        next."""
+        """See BlockTable. Side blocks that the tree's blocks lack move to them. Only a table that is about to be freed
+        does this."""
         tree = self._tree
         assert tree is not None
         pairs = enumerate(zip(self.blocks, tree.path(node), strict=False), 1)
@@ -122,7 +123,7 @@ class GroupedTable(BlockTable):
     def free(self) -> None:
         self._unread(at_end=True)
         if self._sides.states is not None:
-            for block in self._trail:  # a later turn continues there
+            for block in self._trail:  # a later turn may continue there
                 self._sides.states.set_end(block)
         self._forget_drafted()
         self._set_state(NO_STATE)
@@ -146,7 +147,7 @@ class GroupedTable(BlockTable):
         return copies
 
     def leave_window(self, position: int) -> None:
-        """Let go of the window blocks that neither the token at `position` nor any later one sees."""
+        """Release the window blocks that are seen neither by the token at `position` nor by any later one."""
         first = min(self._sides.first_seen(position), len(self.blocks))
         if first > self._first_read:
             self._sides.unread(self.blocks[self._first_read : first])
@@ -166,7 +167,7 @@ class GroupedTable(BlockTable):
         self.state, self._is_known = slot, False
 
     def _move_to(self, slot: int) -> None:
-        """Write the state to another slot from here on. The current plan reads the one before."""
+        """Write the state to another slot from here on. The current plan still reads the previous one."""
         states = self._sides.states
         assert states is not None
         if self.state != NO_STATE:
@@ -175,23 +176,23 @@ class GroupedTable(BlockTable):
 
     @property
     def needs_slot(self) -> bool:
-        """Whether the next token needs a slot: the state is not computed yet, or others hold it too."""
+        """Whether the next token needs a new slot: no state is computed yet, or others hold the slot too."""
         states = self._sides.states
         return states is not None and (self.state == NO_STATE or states.num_holders(self.state) > 1)
 
     def check_slot(self) -> None:
-        """Raise OutOfBlocks if the next token needs a slot for its state and there is none."""
+        """Raise OutOfBlocks if the next token needs a slot for its state and none is free."""
         states = self._sides.states
         if states is not None and self.needs_slot and not states.num_free:
             raise OutOfBlocks("all states are in use")
 
     def plan_states(self, start: int, end: int, lasting: Collection[int], *, trails: bool) -> list[Move]:
-        """Say where the state of tokens `start` to `end` goes, as (position, slot, source): from that token on to that
-        slot; the source holds the state before it.
+        """Return where the state of tokens `start` to `end` is written, as (position, slot, source): from `position` on
+        it is written to `slot`; `source` holds the state before.
 
-        The slot before keeps the state, as a checkpoint: at the positions in `lasting`, at every KEPT_TOKENS tokens
-        and, with `trails`, at every STATE_TOKENS, of which only the last stay. The blocks of these tokens must be
-        there. Checkpoints are made while there are slots; the first slot must be there (`check_slot`).
+        The source slot keeps its state as a checkpoint: at the positions in `lasting`, every KEPT_TOKENS tokens and,
+        with `trails`, every STATE_TOKENS, of which only the last stay. The blocks of these tokens must exist.
+        Checkpoints are made while slots are free; the first slot must be free (`check_slot`).
         """
         states = self._sides.states
         if states is None:
@@ -219,8 +220,8 @@ class GroupedTable(BlockTable):
         return states is None or states.num_spare(num_rows) > 0
 
     def plan_draft(self, start: int, count: int, num_rows: int) -> list[Move]:
-        """See BlockTable. The slot before keeps the state after the known tokens: if not all draft tokens are accepted,
-        the sequence continues there. Where a checkpoint would be, the state goes to one more slot."""
+        """See BlockTable. The current slot keeps the state after the known tokens: if some draft tokens are rejected,
+        the sequence continues from it. At positions of checkpoints, the state goes to one more slot."""
         states = self._sides.states
         if states is None:
             return []
@@ -237,7 +238,7 @@ class GroupedTable(BlockTable):
         return moves
 
     def settle_draft(self, num_tokens: int, lasting: Collection[int]) -> int:
-        """See BlockTable. Continues from the last state that follows right tokens only."""
+        """See BlockTable. The sequence continues from the last state that follows accepted tokens only."""
         states, drafted = self._sides.states, self._drafted
         if states is None or not drafted:
             return num_tokens
@@ -263,7 +264,7 @@ class GroupedTable(BlockTable):
             self._drafted.clear()
 
     def _boundaries(self, start: int, end: int) -> range:
-        """The positions of tokens `start` to `end` at which a block begins, except the first."""
+        """Return the positions among tokens `start` to `end` at which a block begins, except position 0."""
         size = self._block_size
         return range(max(-(-start // size), 1) * size, end, size)
 
@@ -291,5 +292,5 @@ class GroupedTable(BlockTable):
 
 
 def table_type(pool: BlockPool) -> Callable[[Any, int, PrefixTree | None], BlockTable]:
-    """Return the type of tables over a pool."""
+    """Return the type of block table for a pool."""
     return GroupedTable if isinstance(pool, GroupedPool) else BlockTable

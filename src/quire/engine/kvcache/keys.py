@@ -16,7 +16,7 @@ def frame(*fields: bytes) -> bytes:
 
 
 def root_key(namespace: bytes, salt: str) -> bytes:
-    """Return the key that comes before the first block of every sequence with this salt. The namespace identifies
+    """Return the key that precedes the first block of every sequence with this salt. The namespace identifies
     everything else that determines the content of blocks: weights, adapter, dtype, block size."""
     return blake2b(frame(b"root", namespace, salt.encode("utf-8", "surrogatepass")), digest_size=KEY_BYTES).digest()
 
@@ -41,7 +41,7 @@ def chain_keys(parent: bytes, blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 def common_bytes(one: bytes, other: bytes, place: int, length: int) -> int:
     """Return how many bytes `one[:length]` and `other[place : place + length]` have in common at their start."""
-    if other.startswith(one[:length], place):  # compares without a copy where that is all of `one`
+    if other.startswith(one[:length], place):  # compares without a copy if `one[:length]` is all of `one`
         return min(length, len(one))
     low, high = 0, length  # the first `low` bytes are equal, the first `high` bytes are not
     while high - low > 1:

@@ -20,8 +20,8 @@ SHARE = 2  # at most 1 / SHARE of the blocks are pinned or reserved for pins
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    root: str  # of the blocks
-    prompt: bytes  # its tokens as keys, without the padding to whole blocks
+    root: str  # cache_root of the blocks
+    prompt: bytes  # its tokens as cache keys, without the padding to whole blocks
     num_tokens: int
     table: BlockTable
 
@@ -33,8 +33,8 @@ class _Reservation:
 
 
 def check_share(num_own: int, num_others: int, num_total: int) -> None:
-    """Raise InvalidRequest if pinning `num_own` blocks, beside the `num_others` that are pinned or reserved, would
-    exceed the share of the pool that may be pinned."""
+    """Raise InvalidRequest if pinning `num_own` blocks, in addition to the `num_others` that are pinned or reserved,
+    would exceed the share of the pool that may be pinned."""
     limit = num_total // SHARE
     if num_own + num_others > limit:
         reason = f"needs {num_own} kv blocks beside the {num_others} of others; {limit} of {num_total} are the limit"
@@ -42,8 +42,8 @@ def check_share(num_own: int, num_others: int, num_total: int) -> None:
 
 
 class PinnedPrefixes:
-    """Holds the blocks of named prompts, each in a block table of its own, and reserves blocks for requests whose
-    prompt is to be pinned when they end.
+    """Holds the blocks of named prompts, each in its own block table, and reserves blocks for requests whose prompt
+    will be pinned when they end.
 
     Requests cannot use pinned or reserved blocks. These are at most half of the pool, and a pin is refused if it would
     leave too few blocks for a live request. `tree` is None if the prefix cache is off.
@@ -80,11 +80,13 @@ class PinnedPrefixes:
         self.num_reserved = self.num_blocks + windows + reserved
 
     def pad_prompt(self, request: Submit) -> Submit:
-        """Return a request that pins its prompt with the prompt's last token repeated until the last block is full.
+        """Return a request that pins its prompt with the prompt's last token repeated until the last block is full;
+        return other requests unchanged.
+
         Only full blocks are cached, and a lookup matches the first tokens of a block too, so it finds the whole prompt.
-        Other requests are returned as they are."""
+        """
         tokens = request.prompt_token_ids
-        if not request.pin or not tokens or isinstance(self._pool, GroupedPool):  # only whole blocks are found there
+        if not request.pin or not tokens or isinstance(self._pool, GroupedPool):  # such pools match whole blocks only
             return request
         return replace(request, prompt_token_ids=tokens + tokens[-1:] * (-len(tokens) % self._block_size))
 
@@ -108,12 +110,12 @@ class PinnedPrefixes:
         self._count()
 
     def pin_or_release(self, request: Submit, end: Finished | None) -> None:
-        """Release the blocks reserved for a request that ended, or with None, was refused. Pin its prompt under the
-        name it gave if the request succeeded, the whole prompt is cached, and the reserved blocks suffice. Idempotent.
-        """
+        """Release the blocks reserved for a request that has ended or, with `end` None, was refused. Pin its prompt
+        under the name it gave if the request succeeded, the whole prompt is cached, and the reserved blocks suffice.
+        Idempotent."""
         reservation = self._reservations.pop(request.request_id, None)
         if reservation is None:
-            return  # as of every request without a pin that is refused: counting looks at all pinned blocks
+            return  # the usual case; skips counting, which reads all pinned blocks
         if end is not None and end.error is None and all(s.finish_reason != "abort" for s in end.samples):
             self._hold(request, reservation)
         self._count()
@@ -132,7 +134,7 @@ class PinnedPrefixes:
             num_new += 0 if above in held else len(above.blocks)
             above = above.parent
         if self._pool.at_rest(num_new) > reservation.num_blocks:
-            return  # another pin that shared some of its blocks was removed meanwhile
+            return  # another pin that shared some of its blocks was removed in the meantime
         table = table_type(self._pool)(self._pool, self._block_size, tree)
         table.start_with(node)
         table.rest()
@@ -150,7 +152,7 @@ class PinnedPrefixes:
         return True
 
     def reset(self) -> int:
-        """Unpin all prompts. Returns how many blocks that made free."""
+        """Unpin all prompts. Returns how many blocks became free."""
         before = self._pool.num_free
         for key in list(self._held):
             self.remove(*key)

@@ -8,15 +8,15 @@ from quire.types.errors import OutOfBlocks
 
 
 class BlockPool:
-    """Hands out physical block ids. Knows nothing of tokens.
+    """Hands out physical block ids. Does not know tokens.
 
     A block is free, or private (held by the tables that list it, counted here), or cached (in the prefix tree, which
-    counts its holders and keeps it without any). `num_free` counts the blocks that `take` can hand out: free
-    blocks, and cached blocks without a holder, which the tree evicts when no free block is left. Blocks freed last are
-    handed out first: their memory is warm, and memory that was never needed stays untouched.
+    counts its holders and keeps it without any). `num_free` counts the blocks that `take` can hand out: free blocks,
+    and cached blocks without a holder, which the tree evicts when no free block is left. Blocks freed last are handed
+    out first: their memory is warm, and memory that was never needed stays untouched.
     """
 
-    names_memory = False  # blocks are ids, and `memory_of` them is what plans must name
+    names_memory = False  # True: blocks are ids without memory, and plans name `memory_of` them
 
     def __init__(self, num_blocks: int) -> None:
         self._holders = [0] * num_blocks  # tables that hold a private block
@@ -33,11 +33,11 @@ class BlockPool:
 
     @property
     def num_ids(self) -> int:
-        """Tables list ids below this number."""
+        """Block ids in tables are below this number."""
         return len(self._holders)
 
     def memory_of(self, block: int) -> int | None:
-        """Return the block of memory that holds the tokens of a block; None: there is none any more."""
+        """Return the block of memory that holds the tokens of a block; None: it has no memory any more."""
         return block
 
     @property
@@ -47,7 +47,7 @@ class BlockPool:
 
     @property
     def version(self) -> tuple[int, int]:
-        """How often a cached prefix may have become shorter, and longer, though the tree did not change."""
+        """How often cached prefixes may have become shorter, and longer, without a change of the tree."""
         return 0, 0
 
     @property
@@ -133,7 +133,7 @@ class BlockPool:
             holders[block] = count - 1
 
     def note_evictable(self, count: int) -> None:
-        """Note that so many more cached blocks have no holder; if negative, fewer."""
+        """Note that `count` more cached blocks have no holder; fewer if negative."""
         self.num_evictable += count
         self.num_free += count
 
@@ -154,35 +154,36 @@ class BlockPool:
         return self._holders[block]
 
     def with_windows(self, num_blocks: int, num_sequences: int = 1) -> int:  # noqa: ARG002 - for groups of layers
-        """Return how many blocks of memory some sequences take at most that have `num_blocks` blocks of tokens."""
+        """Return the most blocks of memory that `num_sequences` sequences with `num_blocks` blocks of tokens take."""
         return num_blocks
 
     def at_rest(self, num_blocks: int) -> int:
-        """`with_windows`, of one sequence that computes nothing."""
+        """Return `with_windows` for one sequence that computes nothing."""
         return num_blocks
 
     @property
     def num_free_states(self) -> int:
-        """States of recurrent layers that sequences can have."""
+        """Free slots for the states of recurrent layers."""
         return 0
 
     def has_states(self, count: int) -> bool:  # noqa: ARG002 - for models with states
-        """Whether so many more sequences can have a state."""
+        """Whether `count` more sequences can get a state slot."""
         return True
 
     def begin_plan(self) -> None:
-        """Note that another plan is begun."""
+        """Note that another plan begins."""
 
     def take_assigned(self) -> Mapping[int, tuple[int, ...]]:
-        """Return the window blocks, by block, that were handed out since the last call."""
+        """Return the window blocks handed out since the last call, by block."""
         return {}
 
     def resumable_tokens(self, blocks: Sequence[int], num_tokens: int) -> int:  # noqa: ARG002 - for groups of layers
-        """Return after how many of a sequence's first `num_tokens` tokens, in these blocks, another can continue."""
+        """Return after how many of a sequence's first `num_tokens` tokens, in these blocks, another sequence can
+        continue."""
         return num_tokens
 
     def held_among(self, blocks: Iterable[int]) -> set[int]:
-        """Return which of these blocks, into which a plan loads, anybody holds."""
+        """Return those of these blocks, into which a plan loads, that have a holder."""
         return {block for block in blocks if self._holders[block] > 0}
 
     def check(self, num_cached: int = 0) -> None:

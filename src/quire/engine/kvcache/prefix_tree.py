@@ -13,8 +13,8 @@ from quire.engine.kvcache.run_history import EvictedSalts, Eviction, Ghosts, Own
 
 
 class Node:
-    """A node of the tree: a run of consecutive full blocks. The tokens of all runs from the root to this one lead to
-    it.
+    """A node of the tree: a run of consecutive full blocks. The path from the root to it spells the tokens that precede
+    and fill these blocks.
 
     `locks` counts the block tables that hold this run; a table that holds a run holds all runs above it. There is one
     root for each salt, and it has no blocks.
@@ -78,7 +78,7 @@ class Match(NamedTuple):
 
 
 NO_MATCH = Match(None)
-_new_match = tuple.__new__  # with all five fields: a third of what Match() takes
+_new_match = tuple.__new__  # with all five fields; takes a third of the time of Match()
 
 
 class PrefixTree:
@@ -95,7 +95,7 @@ class PrefixTree:
         self._evicted_salts = EvictedSalts()
         self._num_blocks = self._num_shared = 0
         self.now = 0.0  # seconds on the engine's clock; the scheduler sets it for each plan
-        self.used = policy.used  # tells the eviction policy that a sequence uses all runs up to a node
+        self.used = policy.used  # notes for the eviction policy that a sequence uses all runs up to a node
         self.on_evict: Callable[[Node, int], None] | None = None  # called with a node and the index of a block
         pool.evict = self._evict
 
@@ -132,20 +132,20 @@ class PrefixTree:
         return Match(node, num_blocks, num_blocks * self.block_size + common, partial, node)
 
     def _after_run(self, node: Node, tokens: bytes, place: int, stop: int) -> Match:
-        """Extend a match that ends at the end of a run by the first block of the child that shares most tokens with
-        it."""
+        """Extend a match that ends at the end of a run by the first block of the child that has most tokens in common
+        with it."""
         num_blocks = place // self._width
         if not node.children:
             return _new_match(Match, (node, num_blocks, num_blocks * self.block_size, None, None))
         wanted = tokens[place : min(place + self._width, stop)]
         similar = node.first_blocks.get(wanted[:TOKEN_BYTES])
         if similar is None:
-            closest = next(reversed(node.children.values()))  # the latest: it is evicted last
+            closest = next(reversed(node.children.values()))  # the most recently added child, which is evicted last
             return _new_match(Match, (node, num_blocks, num_blocks * self.block_size, None, closest))
         position = bisect_left(similar, wanted)
         before = position - 1 if position else 0
         nearest, most = wanted, 0
-        for block in similar[before : position + 1]:  # in sorted order the closest is a neighbour
+        for block in similar[before : position + 1]:  # in sorted order, the closest block is a neighbour
             if (common := common_bytes(block, wanted, 0, len(wanted))) > most:
                 nearest, most = block, common
         closest, num_tokens = node.children[nearest], num_blocks * self.block_size + most // TOKEN_BYTES
@@ -224,7 +224,7 @@ class PrefixTree:
             self._drop_root(node)
 
     def _make_evictable(self, node: Node) -> None:
-        """Let the eviction policy have a run without holders. The blocks of a detached run are free at once."""
+        """Pass a run without holders to the eviction policy. The blocks of a detached run are freed at once."""
         self.pool.note_evictable(len(node.blocks))
         if node.is_detached:
             self._num_blocks -= len(node.blocks)
@@ -240,7 +240,7 @@ class PrefixTree:
 
     # -------------------------------------------------------------------------------------------------- growing
     def insert(self, node: Node, tokens: bytes, blocks: list[int], owner: Owner) -> Node:
-        """Add full private blocks after a node. The caller holds them, as their only holder. Returns their node.
+        """Add full private blocks after a node. The caller must be their only holder. Returns their node.
 
         No child of `node` may begin with the same block. A leaf that only the caller holds is extended in place, unless
         it remembers evicted runs.
@@ -314,8 +314,8 @@ class PrefixTree:
             self._drop_root(parent)
 
     def _forget_ghosts(self, node: Node) -> int:
-        """Forget the evicted runs that followed a run which now shrinks. Returns how many blocks were evicted from the
-        end of the run itself before."""
+        """Forget the evicted runs that followed a run which is now shrinking. Returns how many blocks had been evicted
+        from the end of the run itself."""
         ghosts, node.ghosts = node.ghosts, None
         if not ghosts:
             return 0
@@ -324,8 +324,8 @@ class PrefixTree:
         return 0 if lost is None else lost.num_blocks
 
     def clear(self) -> int:
-        """Empty the tree. Returns how many blocks of memory became free. Runs that tables hold are detached: no lookup
-        finds them."""
+        """Empty the tree. Returns how many blocks of memory became free. Runs that tables still hold are detached, so
+        no lookup finds them."""
         freed, before = 0, self.pool.num_reusable
         for node in self.nodes():
             if node.locks == 0:
@@ -342,14 +342,14 @@ class PrefixTree:
 
     # ---------------------------------------------------------------------------------------------- content hashes
     def key_of(self, node: Node, index: int) -> bytes:
-        """Return the content hash of a block: of the namespace, the salt and all tokens up to its end."""
+        """Return the content hash of a block, over the namespace, the salt and all tokens up to its end."""
         unhashed, above = [node], node.parent
         while above is not None and above.parent is not None and len(above.keys) < len(above.blocks):
             unhashed.append(above)
             above = above.parent
         key = root_key(self._namespace, node.salt) if above is None or above.parent is None else above.keys[-1]
         width = self._width
-        for each in reversed(unhashed):  # no recursion: a path may be too long for it
+        for each in reversed(unhashed):  # iterative, because a path may be too long for recursion
             keys, count = each.keys, index + 1 if each is node else len(each.blocks)
             while len(keys) < count:
                 place = len(keys) * width
@@ -370,7 +370,7 @@ class PrefixTree:
             yield node
 
     def evictable_blocks(self) -> list[int]:
-        """Return the cached blocks without holders, in about the order of eviction."""
+        """Return the cached blocks without holders, approximately in the order of eviction."""
         return [block for node in self._policy for block in reversed(node.blocks)]
 
     def check(self) -> None:
@@ -391,7 +391,7 @@ class PrefixTree:
             found += len(node.blocks)
             evictable += len(node.blocks) if node.locks == 0 else 0
             shared += len(node.blocks) if node.locks > 1 else 0
-        assert found <= self._num_blocks  # the rest is detached
+        assert found <= self._num_blocks  # the other blocks are detached
         assert evictable == self.pool.num_evictable
         assert shared <= self._num_shared
         for salt, root in self._roots.items():

@@ -13,7 +13,7 @@ from quire.types.step import BlockCopy
 def reserved_tokens(policy: str, num_prompt: int, limit: int, max_model_len: int) -> int:
     """Return how many token slots a sequence of at most `limit` tokens reserves; 0 if the policy reserves none.
 
-    A static batch reserves as many for each sequence as its longest one needs, so for "static" this is a lower bound.
+    A static batch reserves for each sequence what its longest one needs, so for "static" this is a lower bound.
     """
     if policy == "orca-max":
         return max_model_len
@@ -105,8 +105,8 @@ class ReservedTable(BlockTable):
 
 
 class RunAllocator:
-    """Gives runs to tables. With `frees_together`, a run that a table releases is freed only when all tables have
-    released theirs: a static batch frees its memory as a whole."""
+    """Gives runs of blocks to tables. With `frees_together`, a run that a table releases is freed only when all tables
+    have released theirs: a static batch frees its memory as a whole."""
 
     def __init__(self, pool: RunPool, *, frees_together: bool) -> None:
         self.pool = pool

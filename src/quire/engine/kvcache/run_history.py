@@ -1,5 +1,5 @@
-"""Which request computed each run of the prefix tree, and which runs were evicted. With this the engine tells a request
-why no more of its prompt was in the prefix cache."""
+"""Records which request computed each run of the prefix tree, and which runs were evicted. From this the engine
+explains why no more of a prompt was in the prefix cache."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ class Owner(NamedTuple):
 
 
 class Owners:
-    """The requests that computed the blocks of one run, each from some block on. Blocks count from the root."""
+    """The requests that computed the blocks of one run, each from a certain block on. Blocks are counted from the
+    root."""
 
     __slots__ = ("_first", "_later")
 
     def __init__(self, first: Owner) -> None:
         self._first = first
-        self._later: list[tuple[int, Owner]] | None = None  # by block; as a rule one request computed the whole run
+        # (first block, owner), by block; None: one request computed the whole run.
+        self._later: list[tuple[int, Owner]] | None = None
 
     def of(self, block: int) -> Owner:
         """Return the request that computed a block of the run."""
@@ -80,7 +82,7 @@ def remember(ghosts: Ghosts | None, first_block: bytes, eviction: Eviction) -> G
 
 
 class EvictedSalts:
-    """The evictions of salts that have no cached block left, and so no root in the tree."""
+    """The evictions of salts that have no cached block left and therefore no root in the tree."""
 
     def __init__(self) -> None:
         self._ghosts: dict[str, Ghosts] = {}  # by salt, the one that lost its last block longest ago first
@@ -103,10 +105,10 @@ class EvictedSalts:
 def why_missed(
     tree: PrefixTree, match: Match, request: Submit, tokens: Callable[[], bytes], num_found: int, now: float
 ) -> PrefixMiss:
-    """Return why no more of a request's tokens were found than `num_found`: those of `match` in the prefix tree, and
-    those that follow in a tier. `tokens` returns all tokens that were looked up.
+    """Return why only `num_found` of a request's tokens were found: those of `match` in the prefix tree, and those that
+    follow in a tier. `tokens` returns all tokens that were looked up.
 
-    The answer names no request of another tenant, and mentions no eviction of another tenant's blocks, even if the
+    The result names no request of another tenant, and mentions no eviction of another tenant's blocks, even if the
     tenants share a cache.
     """
     node, num_blocks, num_tokens, _, closest = match
@@ -120,7 +122,7 @@ def why_missed(
             if end > num_found:
                 return PrefixMiss("evicted", num_found, "", end - num_found, now - evicted.at, tree.policy_name)
     if closest is None or num_found > num_tokens:
-        return tuple.__new__(PrefixMiss, ("not_cached", num_found, "", 0, 0.0, ""))  # PrefixMiss() takes longer
+        return tuple.__new__(PrefixMiss, ("not_cached", num_found, "", 0, 0.0, ""))  # faster than PrefixMiss()
     owner_id, tenant = closest.owner_of(num_blocks)
     name = owner_id if tenant == request.tenant else ""
     return tuple.__new__(PrefixMiss, ("differs", num_found, name, 0, 0.0, ""))
@@ -142,6 +144,6 @@ def name_for(request: Submit, other: Submit) -> str:
 
 
 def sources_of(num_found: int, loaded: Counter[str]) -> str:
-    """Return how many of the found tokens came from each tier, in words."""
+    """Return how many of the found tokens came from each tier, as text."""
     parts = {"device": max(num_found - loaded.total(), 0), **loaded}
     return ", ".join(f"{tier} {count}" for tier, count in parts.items() if count)

@@ -1,4 +1,5 @@
-"""The states of recurrent layers: which slot holds whose state, and which states are kept as checkpoints."""
+"""State slots of recurrent layers: which slot holds the state of which sequence, and which states are kept as
+checkpoints."""
 
 from __future__ import annotations
 
@@ -7,51 +8,54 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from quire.types.errors import OutOfBlocks
 
-END_WEIGHT = 8  # a block before the end of a prompt or an answer counts as much as so many in the middle of a prompt
-_SLACK = 64  # outdated heap entries that are tolerated however few checkpoints are idle
+END_WEIGHT = 8  # weight of the cost of checkpoints at the end of a prompt or answer, relative to those in the middle
+_SLACK = 64  # outdated heap entries that are always tolerated
 
 
 class Checkpoint:
-    """A state that is kept: `slot` holds it, after the first `num_blocks` blocks of a sequence, of which `block` is the
-    last. `before` is the checkpoint that a request continues from if this one is gone; None: it begins anew."""
+    """A kept state: `slot` holds the state after the first `num_blocks` blocks of a sequence, of which `block` is the
+    last. `before` is the checkpoint from which a request continues if this one is gone; None: from the start."""
 
     __slots__ = ("age", "before", "block", "idle_since", "is_end", "is_gone", "num_blocks", "slot")
 
     def __init__(self, block: int, slot: int, num_blocks: int, before: Checkpoint | None, *, is_end: bool) -> None:
         self.block, self.slot, self.num_blocks, self.before, self.is_end = block, slot, num_blocks, before, is_end
         self.is_gone = False
-        self.idle_since = 0  # the number of the change that made it idle; 0: a sequence reads it
-        self.age = 0  # StateSlots' when it became idle
+        self.idle_since = 0  # number of the change that made it idle; 0: a sequence reads it
+        self.age = 0  # the age of the StateSlots when it became idle
 
     def cost(self) -> int:
-        """Return how many blocks of tokens must be computed again if this checkpoint goes."""
+        """Return how many blocks of tokens must be computed again if this checkpoint is evicted."""
         while self.before is not None and self.before.is_gone:
             self.before = self.before.before
         return self.num_blocks - (0 if self.before is None else self.before.num_blocks)
 
 
 class StateSlots:
-    """Hands out slots. A slot holds the state of a whole sequence after some number of tokens.
+    """Hands out state slots. A slot holds the state of a whole sequence after some number of tokens.
 
-    A sequence writes to a slot of its own. A checkpoint is a slot that nobody writes to any more: it belongs to a block
-    and holds the state after that block's last token. Checkpoints that no sequence reads are idle: one of them is
-    evicted when a slot is needed. Slots are of one size, so each frees as many bytes, and the one goes that costs least
-    to compute again (`Checkpoint.cost`). Those in the middle of a prompt, and ends that a later one continues, count
-    less: only a prompt that parts there reads them. A score is the cost plus the age of the slots when the checkpoint
-    was read last, and the age is the highest score evicted so far (GreedyDual). So what nobody reads goes in time,
-    whatever it costs. O(log n); `keep` looks for the checkpoint before, block by block.
+    A sequence writes to its own slot. A checkpoint is a slot that nobody writes to any more: it belongs to a block and
+    holds the state after that block's last token. Checkpoints that no sequence reads are idle, and one of them is
+    evicted when a slot is needed. All slots have the same size, so the one that is cheapest to compute again is evicted
+    (`Checkpoint.cost`). Checkpoints in the middle of a prompt, and ends that a later checkpoint continues, count less,
+    because only prompts that diverge there read them.
+
+    The score of a checkpoint is its cost plus the age of the slots when it was last read; the age is the highest score
+    evicted so far (GreedyDual). So a checkpoint that nobody reads is evicted in time, whatever its cost. O(log n);
+    `keep` searches for the previous checkpoint block by block.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._holders = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._left: list[int] = []  # slots that rows of the current plan read and leave
+        self._left: list[int] = []  # slots that rows of the current plan read for the last time
         self._checkpoints: dict[int, Checkpoint] = {}  # by block
         self._of_slot: dict[int, Checkpoint] = {}  # the same
-        self._heap: list[tuple[int, int, Checkpoint]] = []  # score, idle since; outdated entries are skipped
+        # (score, idle since, checkpoint); outdated entries are skipped.
+        self._heap: list[tuple[int, int, Checkpoint]] = []
         self._num_idle = self._changes = 0
         self._age = 0  # the highest score that was evicted
-        self.version = 0  # changes whenever a checkpoint goes
+        self.version = 0  # grows whenever a checkpoint is removed
         self.num_drafted = 0  # slots of states after draft tokens that are not verified yet
 
     def __contains__(self, block: int) -> bool:
@@ -64,8 +68,8 @@ class StateSlots:
         return len(self._free) + self._num_idle
 
     def num_spare(self, num_rows: int) -> int:
-        """Return how many slots the states after draft tokens may take: those beside one for each of `num_rows` rows
-        and one more, so that no row is preempted because drafts hold slots."""
+        """Return how many slots the states after draft tokens may take. One slot for each of `num_rows` rows and one
+        more are left, so that no row is preempted because of drafts."""
         return min(self.num_free, len(self._holders) - num_rows - 1 - self.num_drafted)
 
     @property
@@ -82,11 +86,11 @@ class StateSlots:
         return self._holders[slot] > 0
 
     def num_holders(self, slot: int) -> int:
-        """Return how many sequences and checkpoints hold a slot, those that leave it in this plan included."""
+        """Return how many sequences and checkpoints hold a slot, including those that leave it in this plan."""
         return self._holders[slot]
 
     def begin_plan(self) -> None:
-        """Release the slots that rows of the last plan left."""
+        """Release the slots that rows left in the last plan."""
         for slot in self._left:
             self.release(slot)
         self._left.clear()
@@ -117,13 +121,13 @@ class StateSlots:
             self._set_idle(self._of_slot[slot])
 
     def leave(self, slot: int) -> None:
-        """Count one holder less from the next plan on: a row of this plan reads the slot and writes to another."""
+        """Release one holder with the next plan: a row of this plan reads the slot and writes to another one."""
         self._left.append(slot)
 
     # -------------------------------------------------------------------------------------------------- checkpoints
     def keep(self, blocks: Sequence[int], count: int, slot: int, *, is_end: bool = True) -> None:
-        """Make a slot the checkpoint of the last of the first `count` blocks of a sequence. The block holds it from now
-        on. A block that has one keeps that."""
+        """Make a slot the checkpoint of the last of the first `count` blocks of a sequence. The block becomes a holder
+        of the slot. A block that has a checkpoint already keeps that one."""
         block, known = blocks[count - 1], self._checkpoints
         if block in known or slot in self._of_slot:
             return
@@ -138,8 +142,8 @@ class StateSlots:
         gone = self._checkpoints.pop(block, None)
         if gone is not None:
             self._set_read(gone)
-            gone.cost()  # it refers to none that is gone, so that these do not pile up
-            if gone.is_end and gone.before is not None:  # a next turn continues there now
+            gone.cost()  # drops references to removed checkpoints, so that these are freed
+            if gone.is_end and gone.before is not None:  # the next turn now continues there
                 self._weigh(gone.before, is_end=True)
             gone.is_gone = True
             del self._of_slot[gone.slot]
@@ -147,7 +151,7 @@ class StateSlots:
             self.version += 1
 
     def set_end(self, block: int) -> None:
-        """Note that a sequence ended behind a block: its checkpoint is likely to be read again."""
+        """Note that a sequence ended with this block: its checkpoint is likely to be read again."""
         found = self._checkpoints.get(block)
         if found is not None:
             self._make_end(found)
@@ -159,9 +163,9 @@ class StateSlots:
             moved.block = other
 
     def _make_end(self, checkpoint: Checkpoint) -> None:
-        """A next turn reads this one, and no longer the one before it."""
+        """Weigh this checkpoint as an end, which the next turn reads, and no longer the one before it."""
         self._weigh(checkpoint, is_end=True)
-        checkpoint.cost()  # finds the one before that is left
+        checkpoint.cost()  # updates `before` to one that still exists
         if checkpoint.before is not None:
             self._weigh(checkpoint.before, is_end=False)
 
@@ -177,8 +181,8 @@ class StateSlots:
             self._drop_outdated()
 
     def _evict(self) -> None:
-        """Forget the idle checkpoint with the lowest score. Scores in the heap may be too low: a checkpoint costs more
-        since one before it went."""
+        """Remove the idle checkpoint with the lowest score. Scores in the heap may be too low, because the cost of a
+        checkpoint grows when the one before it is removed."""
         heap = self._heap
         while True:
             score, since, checkpoint = heap[0]
@@ -202,14 +206,14 @@ class StateSlots:
         self._drop_outdated()
 
     def _set_read(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint out of the order of eviction, if it is in it."""
+        """Remove a checkpoint from the order of eviction, if it is in it."""
         if checkpoint.idle_since:
             checkpoint.idle_since = 0
             self._num_idle -= 1
             self._drop_outdated()
 
     def _drop_outdated(self) -> None:
-        """Make the heap anew where most of its entries are outdated."""
+        """Rebuild the heap if most of its entries are outdated."""
         if len(self._heap) > 2 * self._num_idle + _SLACK:
             self._heap[:] = [entry for entry in self._heap if entry[2].idle_since == entry[1]]
             heapify(self._heap)

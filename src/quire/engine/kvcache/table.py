@@ -27,7 +27,7 @@ class BlockTable:
     def __init__(self, pool: BlockPool, block_size: int, tree: PrefixTree | None = None) -> None:
         self._pool, self._tree, self._block_size = pool, tree, block_size
         self.blocks: list[int] = []
-        self.num_tokens = 0  # that there is room for; while the sequence is in an AheadSet, this count lags behind
+        self.num_tokens = 0  # tokens there is room for; while the sequence is in an AheadSet, this count lags behind
         self.node: Node | None = None
         # Another table published a block of the same tokens first, so this one publishes nothing until it is freed.
         self.is_duplicate = False
@@ -53,33 +53,34 @@ class BlockTable:
 
     @property
     def num_window_blocks(self) -> int:
-        """Window blocks that it reads."""
+        """Window blocks that this table reads."""
         return 0
 
     @property
     def num_left(self) -> int:
-        """How many of the first blocks it holds no memory of, as their tokens have left the window of all layers."""
+        """How many of the first blocks have no memory any more, because their tokens have left the window of all
+        layers."""
         return 0
 
     def still_takes(self, num_blocks: int) -> int:
-        """Return how many more blocks of memory the table takes until it has `num_blocks` blocks, if that is more."""
+        """Return how many more blocks of memory the table takes when it grows to `num_blocks` blocks."""
         return num_blocks - len(self.blocks)
 
     def rest(self) -> None:
-        """Note that the table computes nothing: a prompt is pinned."""
+        """Note that the table belongs to a pinned prompt and computes nothing."""
 
     def takes_draft(self, num_rows: int) -> bool:  # noqa: ARG002 - for GroupedTable
-        """Whether draft tokens may be computed. `num_rows` sequences may run."""
+        """Whether draft tokens may be computed, if up to `num_rows` sequences run."""
         return True
 
     def plan_draft(self, start: int, count: int, num_rows: int) -> list[Move]:  # noqa: ARG002 - likewise
-        """Say where the state after `count` draft tokens goes, as (position, slot, source). The first of them is the
-        token at `start`."""
+        """Return where the state after the `count` draft tokens from `start` on is written, as (position, slot,
+        source)."""
         return []
 
     def settle_draft(self, num_tokens: int, lasting: Collection[int]) -> int:  # noqa: ARG002 - likewise
-        """Note that a draft was verified: the first `num_tokens` tokens are computed and right. Returns how many of
-        them the sequence need not compute again."""
+        """Note that a draft was verified: the first `num_tokens` tokens are computed and correct. Returns how many of
+        them need not be computed again."""
         return num_tokens
 
     def fork(self) -> BlockTable:

@@ -1,4 +1,5 @@
-"""The blocks of a model whose layers all have a window: tables list ids, and only those in a window have memory."""
+"""The block pool of models whose layers all have a window: tables list ids, and only ids within a window have
+memory."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from quire.config.kv_cache import KVGroups
 from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.types.errors import OutOfBlocks
 
-_IDS_PER_BLOCK = 8  # from so many ids for each block of memory on, cached ones are evicted before there are more
+_IDS_PER_BLOCK = 8  # ids per block of memory from which cached ids are evicted before new ids are made
 
 
 class WindowPool(GroupedPool):
-    """A GroupedPool whose blocks are ids without memory of their own: the one window block of an id is its memory.
+    """A GroupedPool whose blocks are ids without memory: the single window block of an id is its memory.
 
-    Tables and the prefix tree hold ids of all tokens, so prefixes are found and shared as in any pool. There are as
-    many ids as they need. `num_blocks`, `num_free` and `num_used` count memory. Plans name only memory (`memory_of`).
+    Tables and the prefix tree hold ids of all tokens, so prefixes are found and shared as in any pool. Ids are created
+    as needed. `num_blocks`, `num_free` and `num_used` count memory. Plans name only memory (`memory_of`).
     """
 
     names_memory = True
@@ -23,7 +24,7 @@ class WindowPool(GroupedPool):
     def __init__(self, num_blocks: int, groups: KVGroups, block_size: int, max_chunk: int) -> None:
         super().__init__(num_blocks, groups, block_size, max_chunk)
         self._width, self._num_memory = 1, num_blocks
-        self._free_ids = self._free.copy()  # `_free` is the free memory
+        self._free_ids = self._free.copy()  # `_free` lists the free memory
 
     @property
     def num_blocks(self) -> int:
@@ -111,7 +112,7 @@ class WindowPool(GroupedPool):
             self._drop_sides(block)
 
     def take_assigned(self) -> dict[int, tuple[int, ...]]:
-        """Return nothing: workers know memory alone."""
+        """Return nothing, because plans and workers name memory only."""
         self._assigned.clear()
         return {}
 

@@ -1,4 +1,4 @@
-"""Turns the events of an engine into records. A record is one JSON object."""
+"""Converts the events of an engine to records. A record is one JSON object."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ class EventEncoder:
         return record
 
     def _sampling(self, request: Submit) -> tuple[Record, Record]:
-        """Return the sampling fields that differ from their defaults, and the token rules. Where tokens are hashed, the
-        fields that reveal text or tokens are left out."""
+        """Return the sampling fields that differ from their defaults, and the token rules. If tokens are hashed, fields
+        that reveal text or tokens are left out."""
         exact = isinstance(self._encoding, ExactTokens)
         values = ((name, getattr(request.sampling, name), default) for name, default in _DEFAULTS.items())
         sampling = {name: _plain(value) for name, value, default in values if value != default}
@@ -136,8 +136,8 @@ class EventEncoder:
         return {name: value for name, value in sampling.items() if name not in _REVEALING}, rules
 
     def _alias(self, value: str) -> str:
-        """Return a salt, a tenant or the name of an adapter. Where tokens are hashed, return a number that equal values
-        share."""
+        """Return a salt, a tenant or an adapter name. If tokens are hashed, return a number instead, the same for equal
+        values."""
         if isinstance(self._encoding, ExactTokens):
             return value
         return self._aliases.setdefault(value, f"{len(self._aliases)}")
@@ -184,7 +184,7 @@ class EventEncoder:
         return records
 
     def _where(self, samples: SampledTokens, row: int) -> Record:
-        """Return the sample of a row and the first place that the step sampled for it; -1: none."""
+        """Return the sample of a row and the first place that the step sampled for it (-1: none)."""
         places = samples.places[samples.rows == row]
         of = [int(self._rows.ordinals[row]), int(self._rows.indices[row])]
         return {"of": of, "at": int(places.min()) if len(places) else -1}
@@ -244,8 +244,8 @@ class EventEncoder:
 
 
 def _text_endings(request: Submit) -> dict[str, bool]:
-    """Return whether a grammar or stop strings can end a request's samples inside the engine. A replay has no text, so
-    it cannot evaluate them."""
+    """Return whether a grammar or stop strings can end a request's samples inside the engine. A replay has no text and
+    cannot evaluate them."""
     is_ranked = request.beam is not None or request.sampling.num_sequences > request.sampling.n
     return {"grammar": bool(request.rules.grammar), "stop": bool(is_ranked and request.sampling.stops)}
 
@@ -269,7 +269,7 @@ def _report(report: TransferReport) -> Record:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in the types of JSON."""
+    """Convert a value to types that JSON can hold."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The events of an engine, as the engine's thread hands them to a recording, and the requests that have not ended."""
+"""The events of an engine in the form that its thread passes to a recording, and UnfinishedRequests."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Unpinned(NamedTuple):
 
 
 class AdapterLoaded(NamedTuple):
-    """A LoRA adapter got a name."""
+    """A LoRA adapter was loaded under a name."""
 
     info: AdapterInfo
     clock: Readings
 
 
 class AdapterUnloaded(NamedTuple):
-    """A LoRA adapter lost its name."""
+    """The name of a LoRA adapter was removed."""
 
     name: str
     clock: Readings
@@ -105,9 +105,9 @@ class Stepped(NamedTuple):
 
     parts: tuple[StepPart, ...]
     clock: Readings
-    seconds: tuple[float, ...]  # of the step it committed, from its launch or from the end of the step before it
+    seconds: tuple[float, ...]  # of the committed step, from its launch or from the end of the previous step
     compiled: tuple[int, ...]  # requests whose grammars became ready
-    fetched: tuple[tuple[str, bool], ...]  # LoRA adapters whose reading ended, and whether they were read
+    fetched: tuple[tuple[str, bool], ...]  # LoRA adapters whose reading ended, and whether it succeeded
     finished: tuple[tuple[int, Finished], ...]
     num_used: int  # blocks
     num_running: int
@@ -121,8 +121,8 @@ Event = Submitted | Aborted | CacheReset | Unpinned | AdapterLoaded | AdapterUnl
 
 
 class UnfinishedRequests(Generic[T]):
-    """Keeps a value for each request until it finishes. A client may reuse an id before that: the requests of one id
-    finish in the order in which they came."""
+    """Keeps a value for each request until it finishes. A client may reuse an id before that; requests with the same id
+    finish in the order in which they were submitted."""
 
     def __init__(self) -> None:
         self._by_id: defaultdict[str, deque[T]] = defaultdict(deque)

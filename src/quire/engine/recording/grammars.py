@@ -15,7 +15,8 @@ Record = Callable[[GrammarResult], None]
 
 
 class RecordedGrammars:
-    """Wraps a grammar compiler and records the results of its matchers. `ordinal` is that of the submitted request."""
+    """Wraps a grammar compiler and records the results of its matchers. `ordinal` is that of the request being
+    submitted."""
 
     def __init__(self, inner: Grammars, record: Record) -> None:
         self._inner, self._record, self.vocab_size = inner, record, inner.vocab_size

@@ -36,7 +36,8 @@ def plan_record(plan: StepPlan, rows: RowTracker) -> Record:
 
 
 def plan_digest(plan: StepPlan) -> str:
-    """Return a digest of a plan's work: rows, chunks, numbers of blocks. It covers no token values, seeds or keys."""
+    """Return a digest of a plan's work: rows, chunks and numbers of blocks. Token values, seeds and keys are not
+    covered."""
     digest = blake2b(digest_size=8)
     for array in (plan.decode_rows, plan.grant_rows, plan.grant_slots):
         digest.update(len(array).to_bytes(4, "little"))

@@ -74,7 +74,7 @@ class Recorder(EngineObserver):
         self._num_aborted = 0  # the most tokens that a sample of the current abort has
         self._compiled: list[int] = []
         self._fetched: list[tuple[str, bool]] = []
-        self._seconds: tuple[float, ...] = ()  # of the step that was committed, if one was
+        self._seconds: tuple[float, ...] = ()  # duration of the committed step, if there was one
 
     def wrap_executor(self, executor: Executor, *, has_tiers: bool) -> Executor:
         """Return an executor whose transfer reports are recorded."""
@@ -134,7 +134,7 @@ class Recorder(EngineObserver):
         self._writer.put(AdapterUnloaded(name, self._take_readings()))
 
     def asked_for_slack(self) -> None:
-        self._readings.clear()  # no decision depends on them
+        self._readings.clear()  # no decision depends on these readings
 
     # ---------------------------------------------------------------------------------------------------- steps
     def compiled(self, group: Group) -> None:

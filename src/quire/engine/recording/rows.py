@@ -1,4 +1,4 @@
-"""Tracks from the plans alone which sample is in which row and how many tokens it has."""
+"""Tracks which sample is in which row and how many tokens it has, using only the plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token ids that a recording holds: the model's own, or hashes that only show which prefixes are equal."""
+"""The token ids in a recording: the model's own ids, or hashes that only show which prefixes are equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDE_VOCABULARY = 2**31 - 1  # bound of the ids in a recording; hashed ids lie a
 
 
 class TokenEncoding(Protocol):
-    """Turns the model's token ids into the ids to write. One thread calls it, in the order of a sample's tokens."""
+    """Converts the model's token ids to the ids to write. One thread calls it, in the order of a sample's tokens."""
 
     def prompt(self, ordinal: int, salt: str, tokens: Sequence[int], end_ids: Iterable[int]) -> list[int]:
         """Encode the prompt of a new request."""
@@ -53,10 +53,10 @@ class ExactTokens:
 
 
 class HashedTokens:
-    """Writes a keyed hash of the salt and all tokens up to this one. The key is never written.
+    """Writes a keyed hash of the salt and all tokens up to each token. The key is never written.
 
-    Two sequences have the same hashes exactly as far as they have the same tokens. The same token at another place has
-    another hash, so nobody can count frequencies. Tokens that end a sample keep their ids. The hash of a beam's token
+    Two sequences have equal hashes exactly as long as they have equal tokens. The same token at another position has
+    another hash, so frequencies cannot be counted. Tokens that end a sample keep their ids. The hash of a beam's token
     covers its request and index instead of the tokens before it.
     """
 

@@ -1,4 +1,4 @@
-"""Writes the file of a recording, one JSON object a line, in a thread of its own."""
+"""Writes the file of a recording, one JSON object per line, in a separate thread."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from quire.types.errors import ConfigError
 logger = logging.getLogger("quire.engine")
 
 FORMAT = 2
-MAX_PENDING = 16_384  # events that are not written yet
-MAX_FILES = 10_000  # with the same path and different numbers, of engines that were restarted
+MAX_PENDING = 16_384  # events that may be queued
+MAX_FILES = 10_000  # files with the same path and different numbers, one per restarted engine
 _FLUSH_SECONDS, _FLUSH_BYTES = 1.0, 2**18
-_POLL_SECONDS = 0.02  # between two looks for new events
+_POLL_SECONDS = 0.02  # interval of polling for new events
 
 
 def header(config: EngineConfig, vocab_size: int, depth: int) -> Record:
@@ -58,12 +58,12 @@ def _without_model(speculation: dict[str, Any]) -> dict[str, Any]:
 class RecordingWriter:
     """Queues events for its thread, which encodes and writes them. `put` never waits.
 
-    The recording stops, with a last record that says why, when the file has reached its limit, cannot be written, or
-    cannot be written as fast as events come.
+    The recording stops, with a last record that gives the reason, when the file has reached its limit, cannot be
+    written, or cannot be written as fast as events come.
     """
 
     def __init__(self, path: Path, first: Record, encoder: EventEncoder, limit: int) -> None:
-        """Create the file; if it exists, a new one with a number after its name: see `path`. Raises ConfigError if it
+        """Create the file `path`, or if it exists, a new one with a number after its name. Raises ConfigError if it
         cannot be created."""
         self.path, self._file = _create(path)
         self._encoder, self._limit = encoder, limit
@@ -80,7 +80,7 @@ class RecordingWriter:
 
     @classmethod
     def from_config(cls, config: EngineConfig, vocab_size: int, depth: int) -> RecordingWriter:
-        """Create the writer that an engine's configuration asks for."""
+        """Create the writer that an engine's configuration requests."""
         recording = config.recording
         assert isinstance(recording, RecordingConfig)
         encoder = EventEncoder(config.scheduler.num_rows, make_encoding(recording.tokens, vocab_size))
@@ -91,7 +91,7 @@ class RecordingWriter:
         if self._has_stopped:
             return
         if len(self._events) >= MAX_PENDING:
-            self._stop(f"{MAX_PENDING} things had happened that were not written yet")
+            self._stop(f"more than {MAX_PENDING} events were waiting to be written")
         else:
             self._events.append(event)
 
@@ -115,7 +115,7 @@ class RecordingWriter:
         except Exception as error:  # noqa: BLE001 - a recording must not stop the engine
             self._stop(repr(error))
         finally:
-            self._events.clear()  # those that came after the recording stopped
+            self._events.clear()  # drops events queued after the recording stopped
             os.close(self._file)
 
     def _write_events(self) -> None:
@@ -148,7 +148,7 @@ class RecordingWriter:
             time.sleep(0)  # give up the interpreter lock
 
     def _flush(self) -> None:
-        """Write tokens before steps, so that a truncated file holds the tokens of all steps in it."""
+        """Write tokens before steps, so that a truncated file contains the tokens of all steps in it."""
         tokens = []
         for record in self._encoder.take_tokens():
             tokens.append(_to_line(record))
@@ -170,7 +170,8 @@ def _to_line(record: Record) -> str:
 
 
 def _create(path: Path) -> tuple[Path, int]:
-    """Create a file that only its owner can read: `path`, or if that exists, `path` with the first free number."""
+    """Create a file that only its owner can read: `path`, or if it exists, `path` with the first free number. Raises
+    ConfigError."""
     others = (path.with_name(f"{path.name}.{number}") for number in range(2, MAX_FILES))
     for name in chain([path], others):
         try:

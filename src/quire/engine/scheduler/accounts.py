@@ -21,23 +21,24 @@ def num_computed(group: Group) -> int:
 
 
 def slots_used(groups: Iterable[Group], pool: BlockPool, num_blocks: int, block_size: int) -> int:
-    """Return how many token slots of the `num_blocks` blocks that are held hold a computed token: all but those at the
+    """Return how many token slots of the `num_blocks` held blocks contain a computed token. All do, except those at the
     end of tables. Shared slots count once."""
     num_empty = 0
-    tails: defaultdict[int, list[int]] = defaultdict(list)  # partial tails that are shared -> tokens of each holder
+    # Shared partial last blocks -> computed tokens of each holder in them.
+    tails: defaultdict[int, list[int]] = defaultdict(list)
     for group in groups:
         for sequence in group.live:
             computed, blocks = sequence.num_planned, sequence.table.blocks
             num_empty += len(blocks) * block_size - computed
             if (filled := computed % block_size) and pool.holders(blocks[-1]) > 1:
                 tails[blocks[-1]].append(filled)
-    for each in tails.values():  # its last slots are empty once
+    for each in tails.values():  # its empty slots were counted for each holder, and count once
         num_empty -= (len(each) - 1) * block_size - (sum(each) - max(each))
     return num_blocks * block_size - num_empty
 
 
 def in_memory(blocks: Iterable[int], pool: BlockPool) -> tuple[int, ...]:
-    """Return the memory of these blocks, of those that have some."""
+    """Return the memory of these blocks. Blocks without memory are left out."""
     return tuple(memory for block in blocks if (memory := pool.memory_of(block)) is not None)
 
 
@@ -74,8 +75,8 @@ def block_holders(groups: Iterable[Group], pool: BlockPool, pins: PinnedPrefixes
 def check_blocks(
     groups: Iterable[Group], pool: BlockPool, kept: Iterable[int], pins: PinnedPrefixes, tree: PrefixTree
 ) -> None:
-    """Assert that every private block is held exactly by the tables that list it, or is `kept`, and that every run of
-    the prefix tree is held by as many tables as its `locks`."""
+    """Assert that every private block is held exactly by the tables that list it, or is in `kept`, and that the `locks`
+    of every run of the prefix tree equal the number of tables that hold it."""
     pins.check()
     held: defaultdict[int, int] = defaultdict(int)
     locks: defaultdict[Node, int] = defaultdict(int)
@@ -99,8 +100,8 @@ def check_blocks(
 
 
 def check_groups(running: Iterable[Group], waiting: Iterable[Group], rows: RowTable, num_members: int) -> None:
-    """Assert that running sequences have rows, `num_members` of them run ahead, and waiting ones hold neither row nor
-    blocks."""
+    """Assert that running sequences have rows, that `num_members` of them run ahead, and that waiting ones hold neither
+    rows nor blocks."""
     running_sequences = [sequence for group in running for sequence in group.live]
     num_ahead = 0
     for sequence in running_sequences:

@@ -1,4 +1,4 @@
-"""Which LoRA adapters are in host memory, and which waiting groups wait until theirs is read again."""
+"""HostAdapters: which LoRA adapters are in host memory, and which waiting groups wait for theirs to be read again."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ READING = "its LoRA adapter is read from its files"  # why a group waits
 
 
 class HostAdapters:
-    """The adapters that were used last, as the executor keeps them: one less than its `capacity`, as the moment at
-    which it counts one that it reads is not known. 0: it keeps all. Adapters are named by their digests.
+    """A model of the executor's cache of adapters in host memory: the most recently used adapters, by digest.
+    `capacity` is that of the executor minus one, because the moment at which the executor counts an adapter being read
+    is not known; 0: it keeps all.
 
-    A group whose adapter has left host memory waits until it is there again, so that no step reads files. Adapters are
-    read one at a time, and none while groups of the last one are about to be admitted, so that it does not leave before
-    it is used. What a group has waited for is placed next, even if it could not be read.
+    A group whose adapter has left host memory waits until it has been read again, so that no step reads files. Adapters
+    are read one at a time, and none while groups of the last one are still to be admitted, so that it is not evicted
+    before it is used. An adapter for which a group has waited is placed next, even if it could not be read.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = max(1, capacity - 1) if capacity else 0
-        self._held: dict[str, None] = {}  # the last used last
-        self.missing: dict[str, dict[Group, None]] = {}  # by adapter that is to be read: the groups that wait for it
+        self._held: dict[str, None] = {}  # most recently used last
+        self.missing: dict[str, dict[Group, None]] = {}  # by adapter to be read: the groups that wait for it
         self._ordered = ""  # the adapter that is being read, one of `missing`
         self._waited: dict[Group, None] = {}  # groups whose adapter was read, until they are admitted
-        self.order: Callable[[str], None] = lambda _: None  # begins to read an adapter; `arrived` must follow
-        self.ready: list[Group] = []  # groups that need not wait any more; the scheduler resumes them
+        self.order: Callable[[str], None] = lambda _: None  # starts to read an adapter; `arrived` must follow
+        self.ready: list[Group] = []  # groups that no longer wait; the scheduler resumes them
 
     def is_missing(self, adapter: str) -> bool:
-        """Whether an adapter is to be read before it is put into a slot."""
+        """Whether an adapter must be read before it can be put into a slot."""
         return adapter in self.missing
 
     def use(self, adapter: str) -> None:
@@ -44,7 +45,8 @@ class HostAdapters:
         self._held.pop(adapter, None)
 
     def awaits(self, group: Group) -> bool:
-        """Whether a group must wait for its adapter, which is in no slot. It is added to `ready` later."""
+        """Whether a group must wait for its adapter, which is in no slot, to be read. If so, it is added to `ready`
+        later."""
         adapter = group.request.adapter_digest
         is_held = not self._capacity or adapter in self._held or group in self._waited
         if is_held and adapter not in self.missing:
@@ -54,7 +56,7 @@ class HostAdapters:
         return True
 
     def fetch(self) -> None:
-        """Have the next adapter read, if it is time to."""
+        """Start to read the next adapter, unless one is being read or is still to be used."""
         if self.missing and not self._ordered and not self._waited:
             self._ordered = next(iter(self.missing))
             self.use(self._ordered)
@@ -70,7 +72,7 @@ class HostAdapters:
         self.ready += groups
 
     def release(self, group: Group) -> None:
-        """Let other adapters be read: a group whose adapter was read waits for a slot."""
+        """Let other adapters be read, because this group, whose adapter was read, now waits for a slot."""
         self._waited.pop(group, None)
 
     def leave(self, group: Group) -> None:

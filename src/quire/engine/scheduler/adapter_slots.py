@@ -1,5 +1,5 @@
-"""The device slots of LoRA adapters: a scheduling rule. Running groups use at most as many different adapters as the
-device has slots."""
+"""AdapterSlots: the device slots of LoRA adapters, as a scheduling rule. Running groups use at most as many different
+adapters as the device has slots."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from quire.engine.scheduler.adapter_host import HostAdapters
 from quire.types.adapters import NO_ADAPTER, AdapterPlacement
 
 NO_SLOT = "no free slot for its LoRA adapter"  # why a group waits
-MAX_OVERTAKES = 64  # later groups that are admitted before the group that has waited longest for a slot
+MAX_OVERTAKES = 64  # later groups that may be admitted before the group that has waited longest for a slot
 
 
 class AdapterSlots:
     """Which adapter is in each slot, how many running groups use it, and which waiting groups wait for a slot. Adapters
-    are named by their digests.
+    are identified by their digests.
 
-    A slot without users keeps its adapter until another adapter needs a slot: the least recently used one is taken. If
-    every slot has users, the group waits, and others overtake it. The slot that frees first goes to the adapter that
-    has waited longest, and is kept for it. Groups whose adapter is in a slot could keep that slot busy forever: after
+    A slot without users keeps its adapter until another adapter needs a slot; then the least recently used one is
+    replaced. If every slot has users, the group waits, and others overtake it. The slot that frees first is kept for
+    the adapter that has waited longest. Groups whose adapter is in a slot could keep that slot busy forever: after
     MAX_OVERTAKES of them, no further group joins the slot with the fewest users, so that it frees.
     """
 
@@ -29,13 +29,14 @@ class AdapterSlots:
         self._adapters = [""] * num_slots  # by slot; "": empty
         self._users = [0] * num_slots  # running groups, by slot
         self._slots: dict[str, int] = {}  # by adapter: the slot that its groups may join
-        self._idle: dict[int, None] = dict.fromkeys(range(num_slots))  # no users; the one to take first comes first
+        # Slots without users, in the order in which they are taken.
+        self._idle: dict[int, None] = dict.fromkeys(range(num_slots))
         self._closed: set[int] = set()  # slots with users that no further group may join
         self._broken: set[int] = set()  # closed slots whose content cannot be trusted
-        self._unproven: dict[int, dict[Group, None]] = {}  # slots from which no token has come yet: their users
+        self._unproven: dict[int, dict[Group, None]] = {}  # by slot from which no token has come yet: its users
         self._waiting: dict[str, dict[Group, None]] = {}  # by adapter, the one that has waited longest first
         self._kept: dict[str, dict[Group, None]] = {}  # adapters that got a slot, until one of these groups uses it
-        self.placements: dict[int, str] = {}  # slots whose adapter the workers do not have yet
+        self.placements: dict[int, str] = {}  # by slot: adapters that the workers have not copied into it yet
         self._num_overtakes = 0  # of the first waiting adapter
         self.ready: list[Group] = []  # groups whose adapter got a slot; the scheduler resumes them
         self.num_placements = 0  # since the start
@@ -64,8 +65,8 @@ class AdapterSlots:
         return slot is None or slot in self.placements
 
     def wait(self, group: Group, now: float) -> None:
-        """Note that a group waits for a slot. It is added to `ready` when its adapter gets one. The adapter that gets
-        the next slot is read meanwhile, if it is not in host memory."""
+        """Note that a group waits for a slot. It is added to `ready` when its adapter gets one. Meanwhile the adapter
+        that gets the next slot is read if it is not in host memory."""
         self._waiting.setdefault(group.request.adapter_digest, {})[group] = None
         self.host.release(group)
         self._read_next()
@@ -73,12 +74,12 @@ class AdapterSlots:
             group.slot_wait_since = now
 
     def _read_next(self) -> None:
-        """Have the adapter read that gets the next slot."""
+        """Start to read the adapter that gets the next slot."""
         if self._waiting:
             self.host.awaits(next(iter(next(iter(self._waiting.values())))))
 
     def _forget(self, group: Group) -> None:
-        """Forget a group that does not wait any more, as it was admitted or ended. Idempotent."""
+        """Forget a group that no longer waits, because it was admitted or ended. Idempotent."""
         adapter = group.request.adapter_digest
         for groups in (self._waiting, self._kept):
             if adapter in groups and group in groups[adapter]:
@@ -86,11 +87,11 @@ class AdapterSlots:
                 if not groups[adapter]:
                     del groups[adapter]
                     if groups is self._kept:
-                        self._give_away(self._slots[adapter])  # it was kept for this group alone
+                        self._give_away(self._slots[adapter])  # it was kept for this group only
 
     # ------------------------------------------------------------------------------------------------- running groups
     def enter(self, group: Group) -> None:
-        """Give a slot to a group that is admitted: `may_enter` is true."""
+        """Give a slot to a group that is admitted. `may_enter` must be true."""
         adapter = group.request.adapter_digest
         slot = self._slots.get(adapter)
         if slot is None:
@@ -109,7 +110,7 @@ class AdapterSlots:
             self._note_overtake(group)
 
     def leave(self, group: Group) -> None:
-        """Take the slot of a running group that ended or was preempted. Forget a waiting group that ended."""
+        """Release the slot of a running group that ended or was preempted. Forget a waiting group that ended."""
         slot, group.slot = group.slot, NO_ADAPTER
         if slot == NO_ADAPTER:
             self._forget(group)
@@ -124,13 +125,13 @@ class AdapterSlots:
             self._give_away(slot)
 
     def note_token(self, group: Group) -> Iterable[Group]:
-        """Note that a token came from a group's adapter: it is in its slot. Returns the groups that waited for that
-        with the blocks that they have computed."""
+        """Note that a token came from a group's slot, so its adapter is there. Returns the groups whose computed blocks
+        were held back until then."""
         return () if group.slot in self._broken else self._unproven.pop(group.slot, ())
 
     def note_failure(self, group: Group) -> None:
-        """Note that the computation of a running group failed. If nothing else has come from its slot yet, the adapter
-        may not be there: no further group joins the slot, and the adapter is placed again."""
+        """Note that the computation of a running group failed. If no token has come from its slot yet, the adapter may
+        not be there: no further group joins the slot, and the adapter is placed again."""
         slot = group.slot
         if slot in self._unproven:
             self._close(slot)
@@ -143,7 +144,7 @@ class AdapterSlots:
             self._empty(slot)
 
     def take_placements(self) -> tuple[AdapterPlacement, ...]:
-        """Return the placements for the plan that is made now. Adapters that are still being read wait: no group that
+        """Return the placements for the plan being made. Adapters that are still being read are left out: no group that
         uses them was admitted."""
         taken = {slot: adapter for slot, adapter in self.placements.items() if not self.host.is_missing(adapter)}
         self.placements = {slot: adapter for slot, adapter in self.placements.items() if slot not in taken}
@@ -163,11 +164,11 @@ class AdapterSlots:
         self._unproven[slot] = {}
 
     def _give_away(self, slot: int) -> None:
-        """Keep a slot that has no users for the adapter that has waited longest. If none waits, it is idle."""
+        """Keep a slot without users for the adapter that has waited longest. If none waits, the slot is idle."""
         adapter = next(iter(self._waiting), None)
         if adapter is None:
             self._idle[slot] = None
-            if self.host.is_missing(self._adapters[slot]):  # the groups that it was to be read for have ended
+            if self.host.is_missing(self._adapters[slot]):  # the groups for which it was to be read have ended
                 del self._slots[self._adapters[slot]]
                 self._clear(slot)
             if not self._adapters[slot]:
@@ -184,7 +185,7 @@ class AdapterSlots:
         self._read_next()
 
     def _take_first(self, slot: int) -> None:
-        """Take this idle slot before the others."""
+        """Make this idle slot the next one to be taken."""
         del self._idle[slot]
         self._idle = {slot: None, **self._idle}
 
@@ -195,7 +196,7 @@ class AdapterSlots:
             del self._slots[self._adapters[slot]]
 
     def _open(self, slot: int) -> None:
-        """Open a closed slot that has no users any more."""
+        """Reopen a closed slot that has no users any more."""
         self._closed.remove(slot)
         adapter, is_broken = self._adapters[slot], slot in self._broken
         self._broken.discard(slot)

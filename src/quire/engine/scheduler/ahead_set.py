@@ -1,5 +1,5 @@
-"""The sequences that run ahead: each computes one token in every step, at no cost in Python. With a pipeline, those of
-each micro-batch."""
+"""AheadSet: the sequences that run ahead. Each computes one token in every step, without work in Python. MicroBatches:
+one AheadSet for each micro-batch of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _STARTING, _AHEAD = SequenceState.STARTING, SequenceState.AHEAD  # a member of a
 class AheadSet:
     """The sequences that run ahead. Paced sequences decode too, but are not in it.
 
-    Each member computes one token in every step in which the set advances; such a step is a tick. The tick tells how
-    many tokens a member has computed, so steady decoding costs nothing per member. The scheduler handles a member only
-    when it needs a block or must leave the set. The ticks of both are known when it joins.
+    Each member computes one token in every step in which the set advances; such a step is a tick. The number of ticks
+    determines how many tokens a member has computed, so steady decoding costs nothing per member. The scheduler handles
+    a member only when it needs a block or must leave the set; both ticks are known when it joins.
     """
 
     def __init__(self, num_rows: int, block_size: int) -> None:
         self.tick = 0
         self._block_size = block_size
         self._rows: Ints = np.empty(num_rows, dtype=np.int32)
-        self._position: dict[int, int] = {}  # row -> its place in `_rows`
+        self._position: dict[int, int] = {}  # row -> its index in `_rows`
         self._snapshot: Ints | None = NO_ROWS
-        # By tick: the sequences that join or must leave then, and by row the blocks of the tables that are full then.
-        # A member is in both, until it leaves.
+        # By tick: the sequences that join or must leave, and the block lists (by row) of the tables that are full.
+        # A member is in both until it leaves.
         self._events: defaultdict[int, dict[Sequence, None]] = defaultdict(dict)
         self._full: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
 
@@ -46,12 +46,12 @@ class AheadSet:
         self._events[tick][sequence] = None
 
     def start(self, sequence: Sequence) -> None:
-        """Let a sequence run ahead from the present tick on."""
+        """Let a sequence run ahead from the current tick on."""
         self.start_at(sequence, self.tick)
 
     def join(self, sequence: Sequence) -> None:
-        """Add a sequence at the tick of `start_at`. It computes a token in every tick until its controller must be
-        asked again: that tick is its next event."""
+        """Add a sequence at the tick given to `start_at`. It computes a token in every tick until its controller must
+        be asked again; that tick is its next event."""
         row, ahead, computed = sequence.row, sequence.ahead, sequence.num_computed
         assert row is not None
         assert ahead is not None
@@ -90,7 +90,7 @@ class AheadSet:
         sequence.ahead = None
 
     def snapshot(self) -> Ints:
-        """Return the rows of the members, read-only. The same object while the members stay the same."""
+        """Return the rows of the members, read-only. It is the same object while the members stay the same."""
         if self._snapshot is None:
             self._snapshot = self._rows[: len(self._position)].copy()
             self._snapshot.setflags(write=False)
@@ -111,9 +111,11 @@ class AheadSet:
         self._full[len(table.blocks) * self._block_size - ahead.base][row] = table.blocks
 
     def append_blocks(self, full: dict[int, list[int]], blocks: list[int]) -> list[int]:
-        """Append a block to each of these tables, which are full, and schedule them again: all at the same tick.
-        Returns the slots of the blocks in their tables. This is the only work of steady decoding in Python. It touches
-        nothing but the lists of blocks, without a loop."""
+        """Append a block to each of these tables, which are full, and schedule them again, all at the same tick.
+        Returns the slots of the blocks in their tables.
+
+        This is the only work of steady decoding in Python. It touches only the lists of blocks, without a Python loop.
+        """
         slots = list(map(len, full.values()))
         any(map(list.append, full.values(), blocks))  # each returns None
         when_full = self.tick + self._block_size
@@ -143,27 +145,28 @@ class AheadSet:
 
 
 class MicroBatches:
-    """The AheadSet of each micro-batch, and whose turn it is. A running group belongs to one of them as long as it
-    runs: plans of different micro-batches have no row in common. Without a pipeline there is one, with everything."""
+    """The AheadSet of each micro-batch, and which micro-batch is planned next. A running group belongs to one
+    micro-batch as long as it runs, so plans of different micro-batches have no row in common. Without a pipeline there
+    is one micro-batch."""
 
     def __init__(self, count: int, num_rows: int, block_size: int) -> None:
         self.sets = tuple(AheadSet(num_rows, block_size) for _ in range(count))
-        self._last = count - 1  # that was planned last
+        self._last = count - 1  # index of the micro-batch that was planned last
 
     def __len__(self) -> int:
         return len(self.sets)
 
     @property
     def tick(self) -> int:
-        """The number of steps in which a set advanced."""
+        """The number of steps in which any set advanced."""
         return sum([each.tick for each in self.sets])
 
     def of(self, sequence: Sequence) -> AheadSet:
-        """The set of a sequence's micro-batch."""
+        """Return the AheadSet of a sequence's micro-batch."""
         return self.sets[sequence.group.micro_batch]
 
     def turns(self, busy: Collection[int]) -> Iterator[int]:
-        """The micro-batches that may be planned next, the one whose turn it is first."""
+        """Yield the micro-batches that are not `busy`, beginning with the one after the last planned."""
         for step in range(1, len(self.sets) + 1):
             number = (self._last + step) % len(self.sets)
             if number not in busy:
@@ -173,8 +176,8 @@ class MicroBatches:
         self._last = number
 
     def takes_more(self, number: int, running: Iterable[Group], num_waiting: int) -> bool:
-        """Whether waiting groups may join a micro-batch: it has the fewest rows, or less than its share of all rows if
-        so many groups more were running."""
+        """Whether waiting groups may join a micro-batch: it has the fewest rows, or fewer than its share of all rows
+        once `num_waiting` more groups run."""
         loads = [0] * len(self.sets)
         for group in running:
             loads[group.micro_batch] += len(group.live) + group.num_spare
@@ -182,7 +185,7 @@ class MicroBatches:
         return loads[number] == min(loads) or loads[number] < share
 
     def check(self, running: Iterable[Group]) -> None:
-        """Assert that sequences which run ahead do so in the set of their micro-batch."""
+        """Assert that sequences that run ahead are in the AheadSet of their micro-batch."""
         for each in self.sets:
             each.check()
         for sequence in (sequence for group in running for sequence in group.live):

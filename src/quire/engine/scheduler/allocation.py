@@ -20,9 +20,9 @@ from quire.engine.scheduler.queue import RunningGroups
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.submission import blocks_at_most
 
-HEADROOM_TOKENS = 16  # that every running sequence must be able to grow by when a group is admitted; at most a block
-LEAST_EXPECTED = 64  # the least number of further tokens that an answer is expected to have
-PATIENCE = 3  # preemptions; after these, a group is admitted only if it will not be preempted again
+HEADROOM_TOKENS = 16  # by which every running sequence must be able to grow when a group is admitted; at most a block
+LEAST_EXPECTED = 64  # expected further tokens of an answer, at least
+PATIENCE = 3  # after this many preemptions, a group is admitted only if it will not be preempted again
 
 
 class Allocation(Protocol):
@@ -32,13 +32,13 @@ class Allocation(Protocol):
         """Return an empty block table."""
 
     def has_room(self, group: Group, running: RunningGroups) -> bool:
-        """Whether there are enough blocks to admit a waiting group beside the running ones."""
+        """Whether there are enough blocks to admit a waiting group in addition to the running ones."""
 
     def admitted(self, group: Group) -> None:
         """Note that a group was admitted. A reserving allocation gives it its blocks here; a paged one gives none."""
 
     def note_prefill(self, group: Group) -> None:
-        """Update what a group still owes: it computed known tokens, or holds no blocks any more."""
+        """Update what a group still owes, after it computed known tokens or released its blocks."""
 
     @property
     def kept(self) -> Sequence[int]:
@@ -66,7 +66,7 @@ class OnDemandAllocation:
 
     def has_room(self, group: Group, running: RunningGroups) -> bool:
         """Whether there are blocks for the group's known tokens and for its next growth, so that it is not preempted at
-        once, besides the blocks that running prompts still need."""
+        once, in addition to the blocks that running prompts still need."""
         if self._has_plenty(group) or not len(running):
             return True
         if not self._pool.has_states(len(group.live) + group.num_beams_to_come):
@@ -77,7 +77,7 @@ class OnDemandAllocation:
             own += -(-(group.num_prompt + len(sequence.outputs)) // size) - shareable
         with_windows = self._pool.with_windows
         own = with_windows(own, len(group.live))
-        left = self._pool.num_free - self._num_owed - own  # if it shared its whole prompt
+        left = self._pool.num_free - self._num_owed - own  # free blocks if it shared its whole prompt
         growth = self._headroom(group, running, left)
         missing = with_windows(shareable) + with_windows(growth, growth) - left
         if 0 < missing <= shareable:  # blocks that running sequences hold cost nothing
@@ -85,15 +85,17 @@ class OnDemandAllocation:
         return missing <= 0
 
     def _has_plenty(self, group: Group) -> bool:
-        """Whether a group of one sequence that was never preempted has room though it shared nothing: the usual case,
-        in few operations."""
+        """Whether a group of one sequence that was never preempted has room even without sharing. This is the usual
+        case, and takes few operations."""
         if group.num_preemptions or self._no_preempt or not self._is_plain or len(group.live) != 1 or group.search:
             return False
         num_tokens = group.num_prompt + len(group.live[0].outputs) + self._rows.num_taken * self._headroom_tokens
-        return num_tokens <= (self._pool.num_free - self._num_owed - 2) * self._block_size  # 2: both are rounded up
+        # 2, because both are rounded up.
+        return num_tokens <= (self._pool.num_free - self._num_owed - 2) * self._block_size
 
     def _num_shared(self, group: Group) -> int:
-        """Return how many whole blocks of the group's prefix hit are held now: sharing them takes no free block."""
+        """Return how many whole blocks of the group's prefix hit have a holder now. Sharing them takes no free
+        block."""
         match = self._reuse.lookup(group)
         node = match.node
         if isinstance(self._pool, WindowPool):
@@ -104,9 +106,12 @@ class OnDemandAllocation:
 
     def _headroom(self, group: Group, running: RunningGroups, most: int) -> int:
         """Return how many blocks must stay free for growth if the group is admitted: a few tokens for each running
-        sequence. A group that was preempted needs more: with each preemption a larger part of its expected growth, and
-        after PATIENCE preemptions all that it and all running groups can grow by, so that none of them is preempted.
-        Counting may stop above `most`."""
+        sequence.
+
+        A group that was preempted needs more: with each preemption a larger part of its expected growth, and after
+        PATIENCE preemptions the whole growth of it and of all running groups, so that none of them is preempted.
+        Counting may stop above `most`.
+        """
         size = self._block_size
         least = -(-self._rows.num_taken * self._headroom_tokens // size) + group.num_beams_to_come
         if self._no_preempt:
@@ -118,8 +123,11 @@ class OnDemandAllocation:
         return least + self._growth(group, _expected_tokens(group)) * group.num_preemptions // PATIENCE
 
     def _certain_growth(self, group: Group, running: RunningGroups, most: int) -> int:
-        """Return how many blocks a group and all running groups can grow by. A refusal holds while the same sequences
-        run and no more blocks are free: each block they take is one less that they can still take."""
+        """Return by how many blocks the group and all running groups can grow.
+
+        A refusal stays valid while the same sequences run and no more blocks are free, because each block they take is
+        one less that they can still take.
+        """
         version = self._rows.version
         if self._refused is not None and self._refused[:2] == (group, version) and most <= self._refused[2]:
             return most + 1
@@ -164,20 +172,20 @@ class OnDemandAllocation:
 
 
 def _most_tokens(group: Group) -> int:
-    """Return how many tokens a group's sequences can reach. Without `max_tokens` in the request, that is what is
-    expected."""
+    """Return how many tokens a group's sequences can reach; if the request has no `max_tokens`, how many they are
+    expected to reach."""
     return group.limit if group.request.sampling.max_tokens is not None else _expected_tokens(group)
 
 
 def _expected_tokens(group: Group) -> int:
-    """Return how many tokens a group's sequences are expected to reach: as many further tokens as the answer has so
-    far, and at least LEAST_EXPECTED."""
+    """Return how many tokens a group's sequences are expected to reach: twice the current length of the answer, and at
+    least LEAST_EXPECTED more tokens."""
     length = max(max(sequence.num_tokens, sequence.num_planned) for sequence in group.live)
     return min(group.limit, length + max(length - group.num_prompt, LEAST_EXPECTED))
 
 
 class ReservedAllocation:
-    """Contiguous allocation: a sequence gets a run of blocks on admission, as long as the policy says."""
+    """Contiguous allocation: a sequence gets a run of blocks on admission, whose length the policy decides."""
 
     def __init__(self, pool: RunPool, block_size: int, policy: Policy, *, frees_together: bool) -> None:
         self._pool, self._block_size, self._policy = pool, block_size, policy

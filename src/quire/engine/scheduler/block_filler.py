@@ -22,7 +22,8 @@ _OWN = b""  # the name of a block itself among its side blocks
 
 
 class BlockFiller:
-    """Takes blocks for a sequence that is admitted, and adds the copies and loads that fill them to the current plan.
+    """Takes blocks for a sequence that is being admitted, and adds the copies and loads that fill them to the current
+    plan.
 
     `tree` is None if the prefix cache is off.
     """
@@ -31,7 +32,7 @@ class BlockFiller:
         self._pool, self._tree, self._block_size = pool, tree, block_size
 
     def copy_partials(self, matches: Mapping[Sequence, Match], builder: PlanBuilder) -> None:
-        """Extend the tables by copies of the partially matching blocks, while blocks are free."""
+        """Extend the tables by copies of partially matching blocks, while blocks are free."""
         copied = [
             (sequence, match.partial, match.num_tokens, match.closest)
             for sequence, match in matches.items()
@@ -73,7 +74,8 @@ class BlockFiller:
         return loaded
 
     def _fresh_block(self, builder: PlanBuilder) -> int | None:
-        """Take a block that the current plan does not copy from: a load may overwrite it before the copy is made."""
+        """Take a block from which the current plan does not copy, because a load could overwrite it before the copy is
+        made."""
         passed: list[int] = []
         fresh: int | None = None
         while fresh is None and self._pool.num_free:
@@ -87,8 +89,8 @@ class BlockFiller:
 
 
 class GroupedFiller(BlockFiller):
-    """A BlockFiller for models with groups of layers: blocks are loaded together with their side blocks, or not at
-    all, as a sequence can continue only where it has them."""
+    """A BlockFiller for models with groups of layers. It loads blocks together with their side blocks or not at all,
+    because a sequence can continue only where it has them."""
 
     _pool: GroupedPool
 
@@ -107,7 +109,8 @@ class GroupedFiller(BlockFiller):
             block = _load_target(wanted[index], builder)
             if block is None:
                 block = self._fresh(builder, in_window=index >= first_seen)
-                num_new += self._block_size  # a block without memory counts to the tier of the next that has some
+                # A block without memory counts for the tier of the next block that has memory.
+                num_new += self._block_size
                 for slot in islice(wanted[index].values(), 1):
                     loaded[slot.take_source()] += num_new
                     num_new = 0
@@ -124,7 +127,7 @@ class GroupedFiller(BlockFiller):
     def _can_load(
         self, first: int, hit: TierHit, wanted: Mapping[int, Mapping[bytes, Slot]], builder: PlanBuilder
     ) -> bool:
-        """Whether there are blocks and slots for a whole hit, behind `first` blocks. Blocks that the plan loads for
+        """Whether there are blocks and slots for a whole hit after `first` blocks. Blocks that the plan loads for
         another sequence must have the side blocks that this one needs."""
         pool, states, first_seen = self._pool, self._pool.states, self._pool.first_seen(hit.num_tokens)
         num_blocks, end = 0, hit.num_tokens // self._block_size
@@ -154,7 +157,7 @@ class GroupedFiller(BlockFiller):
     def _load(
         self, block: int, above: tuple[list[int], list[int]], wanted: Mapping[bytes, Slot], builder: PlanBuilder
     ) -> None:
-        """Load a block that was just taken, and its side blocks, from slots by their names. `above`: the blocks of the
+        """Load a block that was just taken and its side blocks from slots, by their names. `above`: the blocks of the
         sequence before it."""
         pool, states = self._pool, self._pool.states
         targets = {_OWN: block} | dict(pool.sides(block))

@@ -1,4 +1,5 @@
-"""Where a request of a model with groups of layers can continue in a match, or in a hit that it kept for a while."""
+"""Where a request of a model with groups of layers can continue in a match, or in a hit that was kept since an earlier
+lookup."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
 
 
 class _Path:
-    """The blocks from the root to the end of a node. Quick for indices that fall, as it walks up from run to run."""
+    """The blocks from the root to the end of a node. Fast for descending indices, because it walks up from run to
+    run."""
 
     def __init__(self, node: Node) -> None:
         self._last = self._node = node
@@ -23,8 +25,7 @@ class _Path:
 
 
 def cut_back(tree: PrefixTree, match: Match) -> Match:
-    """Cut a match back to where a request can continue: in a model with groups of layers, after a whole block with the
-    side blocks that are needed there."""
+    """Cut a match back to where a request can continue: after a whole block that has the side blocks needed there."""
     pool, node = tree.pool, match.node
     if node is None:
         return match
@@ -34,17 +35,18 @@ def cut_back(tree: PrefixTree, match: Match) -> Match:
 
 
 def num_read(pool: GroupedPool, match: Match) -> int:
-    """Return how many window blocks that a request needs to continue after a match are in the window of a table."""
+    """Return how many of the blocks whose window blocks a request needs to continue after a match are in the window of
+    a table."""
     assert match.node is not None
     path, first = _Path(match.node), pool.first_seen(match.num_tokens)
     return sum(pool.is_read(path[index]) for index in range(match.num_blocks - 1, first - 1, -1))
 
 
 def cut_again(tree: PrefixTree, hit: Hit) -> Match:
-    """`cut_back` for a hit that the tree still holds, after blocks lost side blocks or were given some.
+    """Apply `cut_back` to a hit that the tree still holds, after blocks lost or gained side blocks.
 
-    Looks at the window in front of the old end, and around blocks that were given side blocks since: not at the whole
-    prompt, unless the old end is lost.
+    Checks the window before the old end, and the positions around blocks that gained side blocks since; the whole
+    prompt only if the old end is lost.
     """
     pool, node, most = tree.pool, hit.whole.node, hit.whole.num_blocks
     if node is None:
@@ -56,7 +58,7 @@ def cut_again(tree: PrefixTree, hit: Hit) -> Match:
     path = _Path(node)
     best = pool.longest_resumable(path, hit.match.num_blocks)
     for count, block in gains:
-        last = min(count + pool.blocks_in_window, most)  # so far, tokens see its window blocks
+        last = min(count + pool.blocks_in_window, most)  # up to here, tokens see its window blocks
         if count <= most and best < last and path[count - 1] == block:
             best = max(best, pool.longest_resumable(path, last, max(best, count - 1)))
     return Match(node, best, best * tree.block_size)

@@ -1,5 +1,5 @@
-"""Paced sequences: the scheduler plans the next step of each only when its last result has come. The other sequences
-run ahead (ahead_set.py)."""
+"""PacedSet: paced sequences, whose next step the scheduler plans only when their last result has come. The other
+sequences run ahead (ahead_set.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.row_table import RowTable
 from quire.types.step import Chunk
 
-FORCED_ROWS = 16  # with more running sequences than this, tokens that a grammar forces are not worth a draft
+FORCED_ROWS = 16  # with more running sequences, drafts of forced tokens are not worth their cost
 
 
 class PacedSet:
@@ -33,7 +33,7 @@ class PacedSet:
 
     @contextmanager
     def guarded(self, group: Group) -> Iterator[None]:
-        """Run a request's own code. An exception becomes a fault of that group."""
+        """Run a request's own code. An exception becomes a Fault of that group."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
@@ -41,7 +41,7 @@ class PacedSet:
 
     @property
     def looks_for_forced(self) -> bool:
-        """Whether so few sequences run that tokens which a grammar forces are worth a draft."""
+        """Whether so few sequences run that drafts of tokens forced by a grammar are worth their cost."""
         return self._rows.num_taken <= FORCED_ROWS
 
     def num_ahead(self, sequence: Sequence) -> int:
@@ -57,12 +57,12 @@ class PacedSet:
             return 0
 
     def add(self, sequence: Sequence) -> None:
-        """Make a sequence due: the next plan computes its last token, and those that it owes before."""
+        """Make a sequence due: the next plan computes its last token and all tokens that it owes before."""
         sequence.state = SequenceState.DUE
         self.due[sequence] = None
 
     def due_in(self, micro_batch: int) -> list[Sequence]:
-        """The sequences of a micro-batch that are due."""
+        """Return the due sequences of a micro-batch."""
         return [sequence for sequence in self.due if sequence.group.micro_batch == micro_batch]
 
     def discard(self, sequence: Sequence) -> None:
@@ -74,7 +74,7 @@ class PacedSet:
     # -------------------------------------------------------------------------------------------------- planning
     def plan_owed(self, builder: PlanBuilder, sequence: Sequence, end: int) -> None:
         """Plan the tokens up to `end` that a due sequence owes, for which it has blocks: its last token, and accepted
-        draft tokens that its state does not follow yet. If that is all, it awaits its sample, and a draft may be added
+        draft tokens that are not in its state yet. If that is all, it awaits its sample, and a draft may be added
         later."""
         row, start, is_whole = sequence.row, sequence.num_computed, end == sequence.num_tokens
         assert row is not None
@@ -90,8 +90,8 @@ class PacedSet:
             builder.paced_in_step.append(sequence)
 
     def add_drafts_and_masks(self, builder: PlanBuilder) -> None:
-        """Add draft tokens and masks for the paced sequences of this step, with the budget and the blocks that all owed
-        tokens have left over."""
+        """Add draft tokens and masks for the paced sequences of this step, from the budget and blocks that the owed
+        tokens leave."""
         for sequence in builder.paced_in_step:
             if sequence.row is not None and sequence.state is SequenceState.AWAITING:
                 with self.guarded(sequence.group):
@@ -103,7 +103,8 @@ class PacedSet:
         left = group.limit - 1 - sequence.num_tokens
         takes_draft = group.search is None and group.sampling.prompt_logprobs is None and builder.samples_alone(row)
         takes_draft = takes_draft and table.takes_draft(self._rows.num_rows)
-        room = max(min(builder.budget, left), 0) if takes_draft else 0  # beams take no drafts: all have the same length
+        # No drafts for beams, which all have the same length.
+        room = max(min(builder.budget, left), 0) if takes_draft else 0
         proposal = controller.propose(room)
         free = table.capacity + self._pool.num_takeable * self._block_size - table.num_tokens
         draft = proposal.draft[:free]
@@ -121,8 +122,9 @@ class PacedSet:
 
     # ------------------------------------------------------------------------------------------------- committing
     def append_tokens(self, sequence: Sequence, tokens: tuple[int, ...], *, written: bool) -> None:
-        """Append the tokens that a paced sequence's step produced, and roll back rejected draft tokens. Accepted ones
-        that no state follows are owed again. `written`: the workers' row holds the last token already."""
+        """Append the tokens that a paced sequence's step produced, and roll back rejected draft tokens. Accepted tokens
+        that are not in the sequence's state are owed again. `written`: the workers' row holds the last token
+        already."""
         assert sequence.row is not None
         sequence.outputs.extend(tokens)
         self._rows.extend(sequence.row, tokens)
@@ -157,7 +159,7 @@ class PacedSet:
 
     # ------------------------------------------------------------------------------------------------------ beams
     def fork_beam(self, parent: Sequence, token: int) -> Sequence:
-        """Return a new beam that continues `parent` with `token`, in a row that was reserved for it."""
+        """Return a new beam that continues `parent` with `token`, in a reserved row."""
         group, controller = parent.group, parent.controller.clone()  # if this raises, no block has been shared yet
         child = Sequence(group, parent.index, parent.handle, parent.table.fork(), controller)
         child.outputs, child.num_computed = [*parent.outputs, token], parent.num_computed

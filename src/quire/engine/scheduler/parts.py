@@ -41,7 +41,7 @@ class Parts:
 
 
 def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows: RowTable) -> Parts:
-    """Make the parts. Raises ConfigError for settings that exclude each other."""
+    """Make the parts of a scheduler. Raises ConfigError for settings that exclude each other."""
     check_tiers(cache.tiers, config.preemption, config.policy, cache.layout)
     size, caches, reserves = cache.block_size, cache.enable_prefix_caching, config.policy in RESERVING
     if reserves and caches:

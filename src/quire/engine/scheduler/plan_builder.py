@@ -29,11 +29,11 @@ from quire.types.transfer import SlotMove, Transfers
 
 
 class PlanBuilder:
-    """Collects what one step computes and changes. `drop` takes all that was planned for a row out again: its group is
-    preempted."""
+    """Collects what one step computes and changes. `drop` removes everything that was planned for a row, when its group
+    is preempted."""
 
     def __init__(self, budget: int) -> None:
-        self.budget = budget  # tokens that may still be handed out
+        self.budget = budget  # tokens that this step may still compute
         self.num_encoded = 0  # tokens of images that the workers encode in this step
         self.prompts: dict[Group, None] = {}  # groups that owe known tokens: if preempted, they are not admitted again
         self.paced_in_step: list[Sequence] = []  # paced sequences in this step, which may get draft tokens and masks
@@ -47,7 +47,7 @@ class PlanBuilder:
         self._masks: dict[int, tuple[Bits, ...]] = {}  # by row, one mask for each of its samples
         self._orders: list[DraftOrder] = []
         self._loads: dict[bytes, tuple[int, SlotMove]] = {}  # block that tables list, move; by content hash
-        self._undone: dict[int, int] = {}  # targets of copies that were dropped -> their sources
+        self._undone: dict[int, int] = {}  # targets of dropped copies -> their sources
 
     @property
     def loads(self) -> tuple[SlotMove, ...]:
@@ -55,7 +55,7 @@ class PlanBuilder:
 
     @property
     def computes_only_ahead(self) -> bool:
-        """Whether the step computes nothing but the rows that run ahead, as far as it is planned."""
+        """Whether the step, as planned so far, computes only rows that run ahead."""
         return not self._chunks and not self._paced and not self._new_rows
 
     @property
@@ -73,7 +73,7 @@ class PlanBuilder:
         self._new_rows[row] = sequence
 
     def introduces(self, row: int) -> bool:
-        """Whether this plan sends the workers the row as a new one."""
+        """Whether this plan sends the row to the workers as a new one."""
         return row in self._new_rows
 
     def fork(self, group: Group) -> None:
@@ -94,7 +94,7 @@ class PlanBuilder:
             sequence.synced_blocks = None
 
     def append(self, row: int, table: BlockTable, num_tokens: int) -> None:
-        """Make room for more tokens in a row's table, and send the workers its new blocks and copies. Raises
+        """Make room for more tokens in a row's table, and send its new blocks and copies to the workers. Raises
         OutOfBlocks and changes nothing."""
         slot = len(table.blocks)
         if copies := table.append(num_tokens):  # the shared last block was replaced by a copy
@@ -104,18 +104,18 @@ class PlanBuilder:
             self._grant(row, slot, fresh)
 
     def _grant(self, row: int, slot: int, blocks: list[int]) -> None:
-        """Send the workers the blocks of a row's table from a slot on."""
+        """Send the blocks of a row's table from `slot` on to the workers."""
         rows, slots, granted = self._grants
         rows += [row] * len(blocks)
         slots += range(slot, slot + len(blocks))
         granted += blocks
 
     def move_state(self, row: int, moves: list[tuple[int, int, int]]) -> None:
-        """Tell the workers where the state of a row goes, as (position, slot, source)."""
+        """Send the workers the slots to which the state of a row is written, as (position, slot, source)."""
         self._states += [StateMove(row, *move) for move in moves]
 
     def grant(self, rows: Iterable[int], slots: list[int], blocks: list[int]) -> None:
-        """Send the workers the block that each of these rows got, as its `slots[i]`-th."""
+        """Send the workers one new block for each of these rows: blocks[i] is entry slots[i] of the row's table."""
         self._grants[0].extend(rows)
         self._grants[1].extend(slots)
         self._grants[2].extend(blocks)
@@ -130,7 +130,7 @@ class PlanBuilder:
         self.budget -= chunk.num_tokens
 
     def compute_one(self, row: int, position: int) -> None:
-        """Compute one token of a paced row, as a decode."""
+        """Compute one token of a paced row as a decode row."""
         self._paced[row] = position
         self.budget -= 1
 
@@ -165,7 +165,7 @@ class PlanBuilder:
             self._masks[row] = masks
 
     def order_draft(self, row: int, num_tokens: int) -> None:
-        """Have the runtime draft tokens for a row after the step."""
+        """Order the runtime to draft tokens for a row after the step."""
         self._orders.append(DraftOrder(row, num_tokens))
 
     def load(self, key: bytes, block: int, move: SlotMove) -> None:
@@ -205,8 +205,8 @@ class PlanBuilder:
         return self._paced.get(row) if chunk is None else chunk.start
 
     def drop(self, rows: Iterable[int]) -> dict[int, int]:
-        """Take rows out of the plan. Returns how many tokens each had computed before, for rows that this plan computes
-        or introduces."""
+        """Remove rows from the plan. Returns how many tokens each row had computed before, for rows that this plan
+        computes or introduces."""
         dropped = set(rows)
         self.paced_in_step = [sequence for sequence in self.paced_in_step if sequence.row not in dropped]
         before = {row: self._paced.pop(row) for row in dropped if row in self._paced}
@@ -234,16 +234,16 @@ class PlanBuilder:
         *,
         is_guided: bool,
     ) -> tuple[StepPlan, Masks | None]:
-        """Return the plan, and the masks that are known already. A guided plan gets all its masks later, these
-        included. Blocks are those of `pool`."""
+        """Return the plan, and the masks that are known already. A guided plan gets all its masks later, including
+        these. Blocks belong to `pool`."""
         windows = pool.take_assigned()
         if pool.names_memory:
             self._name_memory(pool)
         rows = slots = blocks = decode_rows = NO_ROWS
         if self._grants[0]:
             numbers = [*self._grants[0], *self._grants[1], *self._grants[2]]
-            packed = bytearray(4 * len(numbers))  # torch takes no array that is read-only
-            pack_into(f"{len(numbers)}i", packed, 0, *numbers)  # faster than numpy reads a list
+            packed = bytearray(4 * len(numbers))  # writable, because torch refuses read-only arrays
+            pack_into(f"{len(numbers)}i", packed, 0, *numbers)  # faster than numpy with a list
             rows, slots, blocks = np.frombuffer(packed, np.int32).reshape(3, -1)
         decode_rows = ahead_rows
         if self._paced:
@@ -273,11 +273,11 @@ class PlanBuilder:
         return plan, masks
 
     def _name_memory(self, pool: BlockPool) -> None:
-        """Name the memory of granted blocks in place of the blocks that tables list."""
+        """Replace granted blocks by their memory."""
         self._grants[2][:] = _memory_of(self._grants[2], pool)
 
     def _row_tokens(self) -> tuple[RowTokens, ...]:
-        """Join the writes of each row to one. All are parts of one array."""
+        """Join the writes of each row to one RowTokens. All are slices of one array."""
         joined: dict[int, tuple[int, tuple[int, ...]]] = {}
         for row, start, written in self._writes:  # a draft follows the tokens that its row did not hold yet
             begun = joined.get(row)
@@ -290,7 +290,7 @@ class PlanBuilder:
         return tuple(writes)
 
     def _place_masks(self, num_ahead: int) -> Masks:
-        """Return the masks of paced rows with the places of their samples in the step."""
+        """Return the masks of paced rows with the indices of their samples in the step."""
         places: list[int] = []
         bits: list[Bits] = []
         place = num_ahead
@@ -305,7 +305,7 @@ class PlanBuilder:
 
 
 def _new_row(sequence: Sequence, pool: BlockPool) -> NewRow:
-    """Return what the workers must know of a row that is new to them."""
+    """Return the NewRow for a row that the workers do not know yet."""
     group, outputs, blocks = sequence.group, sequence.outputs, sequence.table.blocks
     request = group.request
     tokens = np.frombuffer(request.prompt_token_ids, np.int32)
@@ -329,5 +329,5 @@ def _new_row(sequence: Sequence, pool: BlockPool) -> NewRow:
 
 
 def _memory_of(blocks: list[int], pool: BlockPool) -> list[int]:
-    """Return the memory of blocks that tables list. What has none is never read again."""
+    """Return the memory of blocks. A block without memory is never read, so it becomes 0."""
     return [pool.memory_of(block) or 0 for block in blocks]

@@ -39,9 +39,11 @@ class Recompute:
 
 
 class Swap:
-    """Move all blocks to host memory; they are loaded again when the group is admitted. Recompute instead if host
-    memory is full, if the request wants something of every position, as prompt logprobs are, or if no token has come
-    from the slot of its LoRA adapter yet."""
+    """Move all blocks to host memory; they are loaded again when the group is admitted.
+
+    Recompute instead if host memory is full, if the request needs a result of every position (prompt logprobs), or if
+    no token has come from the slot of its LoRA adapter yet.
+    """
 
     def __init__(self, compute: ComputeTime, tiers: Tiers, reuse: PrefixReuse) -> None:
         self._compute, self._tiers, self._reuse = compute, tiers, reuse
@@ -49,7 +51,8 @@ class Swap:
         self.num_swaps = 0
 
     def free_blocks(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:
-        if not any(sequence.num_computed for sequence in group.live):  # what it swapped out before stays there
+        # Blocks that it swapped out before stay in host memory.
+        if not any(sequence.num_computed for sequence in group.live):
             free(group)
             return "nothing was computed"
         wants_all = group.request.sampling.prompt_logprobs is not None or not group.reads_cache
@@ -57,7 +60,7 @@ class Swap:
             return self._recompute.free_blocks(group, builder, num_tokens)
         found = self._reuse.swap_blocks(group, builder)
         blocks = {key: block for each in found.values() for key, block in each.blocks.items()}
-        if not blocks:  # only the last token, which is computed again in any case
+        if not blocks:  # nothing but the last token, which is always computed again
             return self._recompute.free_blocks(group, builder, num_tokens)
         num_saved = self._tiers.num_to_save(blocks)
         if num_saved is None:
@@ -87,7 +90,7 @@ class Swap:
 
 
 class ByCost(Swap):
-    """Swap or recompute: whichever is estimated to take less time, by the measured speed of the link and the model."""
+    """Swap or recompute, whichever is estimated to take less time by the measured speed of the link and the model."""
 
     def should_swap(self, swap_seconds: float, recompute_seconds: float | None) -> bool:
         return recompute_seconds is None or swap_seconds <= recompute_seconds

@@ -1,5 +1,5 @@
-"""Prefetch from the disk and remote tiers: the files that a waiting group needs, and its blocks that other engines
-have, are read into host memory while it waits."""
+"""FilePrefetch: while a group waits, it reads the files the group needs from the disk tier, and its blocks from other
+engines, into host memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from quire.engine.kvcache.tiers.base import Asked, Tiers
 from quire.engine.scheduler.policies.base import Key
 from quire.engine.scheduler.step_time import ComputeTime
 
-NEAR = 8  # groups that are likely to be admitted next, for which files are read; and groups that wait for files at once
+NEAR = 8  # how many likely next groups get their files read; and how many groups may wait for files at once
 _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0  # how long a group that could be admitted waits for its files
-_MOST_PLANS = 2_000  # and for how many plans, at most
-_MOST_PROMOTED = 512  # groups that were passed over and may be chosen in one plan
+_MOST_PLANS = 2_000  # most plans that such a group waits
+_MOST_PROMOTED = 512  # most passed-over groups that may be chosen in one plan
 
 
 class _Wait:
-    """How long a group has waited."""
+    """When a group began to wait."""
 
     __slots__ = ("_plan", "_since")
 
@@ -53,8 +53,9 @@ class FilePrefetch:
 
     A group that could be admitted waits for its files at most twice as long as computing the tokens would take, and at
     most two seconds. Meanwhile other groups are admitted. Only a few groups wait for files at a time: at most `NEAR`,
-    and none begins while files of another are still to be ordered. All others that need files are passed over: they
-    are not looked at until their turn comes. After two seconds of that, a group computes what is missing.
+    and none begins while files of another are still to be ordered. All others that need files are passed over and not
+    considered until there is room for another waiting group. A group that was passed over for two seconds computes its
+    missing tokens.
     """
 
     def __init__(self, tiers: Tiers, compute: ComputeTime, block_size: int, *, asks: bool = False) -> None:
@@ -62,13 +63,13 @@ class FilePrefetch:
         self._asks = asks  # whether other engines are asked
         self.reason = "other engines are asked for its blocks" if asks else "its blocks are read from disk"
         self.ask: Callable[[Group], Asked | None] = lambda _group: None  # PrefixReuse.ask
-        # the files that a group needs, among the given number of blocks or all that follow; PrefixReuse.find_files
+        # Returns the files that a group needs, among the next so many blocks or all; PrefixReuse.find_files.
         self.find: Callable[[Group, int | None], list[bytes]] = lambda _group, _num_blocks: []
         self._requests: dict[Group, _Request] = {}
-        self._waiting: dict[Group, None] = {}  # groups that could be admitted but for their files
+        self._waiting: dict[Group, None] = {}  # groups that could be admitted if their files were read
         self._passed_over: dict[Group, None] = {}  # groups that could be admitted, and need files, but may not wait yet
         self._waits: dict[Group, _Wait] = {}  # since when groups have been passed over
-        self._oldest: deque[tuple[Group, _Wait]] = deque()  # the same, oldest first; groups that have left included
+        self._oldest: deque[tuple[Group, _Wait]] = deque()  # the same, oldest first; may contain groups that have left
         self._promoted: set[Group] = set()  # groups that may wait now, and that the scheduler has not chosen since
         self._num_places = NEAR  # how many groups may wait or be promoted; more while promoted groups need not wait
         self._is_full = False  # the tiers had no slot for a file when last asked
@@ -80,8 +81,8 @@ class FilePrefetch:
             self._order(self._request(group))
 
     def _request(self, group: Group) -> _Request:
-        """Return the files that a group needs. They are looked up once, after other engines have said what they
-        have."""
+        """Return the files that a group needs. They are looked up once, after the lookup at other engines was
+        answered."""
         request = self._requests.get(group)
         if request is None:
             request = self._requests[group] = _Request(self.ask(group) if self._asks else None)
@@ -100,8 +101,8 @@ class FilePrefetch:
             request.left, self._is_full = left, bool(left)
 
     def awaits_files(self, group: Group, now: float) -> bool:
-        """If files of a group that could be admitted are still to be read, make the group wait and return True. A group
-        that has waited long enough computes what is missing."""
+        """Whether a group that could be admitted must wait because files of it are still to be read; if so, make it
+        wait. A group that has waited long enough computes the missing tokens."""
         self._promoted.discard(group)
         request = self._requests.get(group)
         if request is not None and request.is_over:
@@ -133,7 +134,7 @@ class FilePrefetch:
         """Pass over a group that needs files while no more groups may wait for theirs. Returns False if it needs
         none."""
         is_known = group in self._requests
-        # One block is cheap to look up, and mostly suffices. Other engines are asked for all blocks at once.
+        # Looking up one block is cheap and usually sufficient. Other engines are asked for all blocks at once.
         needs_files = not is_known and not self._asks and bool(self.find(group, 1))
         if not needs_files and not self._num_missing(self._request(group)):
             self._end_wait(self._request(group))
@@ -145,21 +146,20 @@ class FilePrefetch:
         return True
 
     def _num_missing(self, request: _Request) -> int:
-        """Return how many files of a request have not been read; of one that was not looked up yet, how many it may
-        have."""
+        """Return how many files of a request have not been read; before they are looked up, how many it may have."""
         if request.asked is not None:
             return request.asked.num_blocks
         request.ordered = [name for name in request.ordered if self._tiers.is_fetching(name)]
         return len(request.left) + len(request.ordered)
 
     def _end_wait(self, request: _Request) -> None:
-        """Let a group compute the tokens of files that have not been read."""
+        """End the wait of a group: it computes the tokens of files that have not been read."""
         self._tiers.count_late(self._num_missing(request))
         request.is_over, request.asked = True, None
 
     def take_ready(self, now: float, rank: Callable[[Group], Key]) -> list[Group]:
-        """Return the groups to choose from again: those that need not wait for their files any more, and those that
-        were passed over and may wait now, the smallest rank first. Called once for each plan."""
+        """Return the groups that may be chosen again: those that no longer wait for their files, and passed-over groups
+        that may now wait, the smallest rank first. Called once per plan."""
         self._plan += 1
         self._is_full = False
         ready = [group for group in self._waiting if not self.awaits_files(group, now)]
@@ -175,8 +175,8 @@ class FilePrefetch:
         return ready
 
     def _promote(self, rank: Callable[[Group], Key]) -> list[Group]:
-        """Return groups that were passed over and may wait now. If all that were promoted last have been chosen and
-        none had to wait, twice as many: groups that need the same files as others find them in host memory."""
+        """Return passed-over groups that may now wait. If all groups promoted last have been chosen and none had to
+        wait, promote twice as many: groups that need the same files as others find them in host memory."""
         if self._promoted:
             self._num_places = NEAR
         num_free = self._num_places - len(self._waiting) - len(self._promoted)

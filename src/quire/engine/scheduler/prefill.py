@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from quire.engine.scheduler.scheduler import Scheduler
 
 _PREFILL, _AWAITING = SequenceState.PREFILL, SequenceState.AWAITING  # a member of an Enum is slow to look up
-_LOOK_AHEAD = 32  # waiting groups for which running prompts may leave part of the budget
-_SHORT = 4  # a prompt is short beside one that owes this many times as much
-_SHARE = 2  # at most 1 / _SHARE of the budget is left to short prompts, or goes to a prompt beside decodes
+_LOOK_AHEAD = 32  # waiting groups considered when running prompts leave part of the budget
+_SHORT = 4  # a prompt is short relative to one that owes this many times as much
+_SHARE = 2  # at most 1 / _SHARE of the budget is left to short prompts, or used by a prompt while others decode
 
 
 class Prefill:
@@ -33,14 +33,14 @@ class Prefill:
         self._owing: dict[Group, None] = {}  # running groups that owe known tokens, in no order
         self._stopped_step, self._stopped_for = -1, ""  # the last plan in which admission stopped, and why
         self._blocked: Group | None = None  # the group for which there were too few free blocks
-        self._blocked_at = 0, 0, 0  # `_room` at that time
+        self._blocked_at = 0, 0, 0  # the result of `_room` at that time
 
     def __bool__(self) -> bool:
-        """Whether known tokens of running groups of the current micro-batch are still to be computed."""
+        """Whether running groups of the current micro-batch still owe known tokens."""
         return bool(self._owing and self._owing_here())
 
     def _owing_here(self) -> dict[Group, None]:
-        """The groups of the current micro-batch that owe known tokens."""
+        """Return the groups of the current micro-batch that owe known tokens."""
         scheduler = self._scheduler
         if len(scheduler.micro_batches) == 1:
             return self._owing
@@ -74,7 +74,7 @@ class Prefill:
         """Plan as many of a running group's owed tokens as the budget allows. A group that is new attaches its prefix
         hit first."""
         scheduler, leader = self._scheduler, group.live[0]
-        is_new = not group.is_forked and not leader.is_introduced  # just admitted, or its former leader ended
+        is_new = not group.is_forked and not leader.is_introduced  # just admitted, or its previous leader ended
         if is_new and scheduler.reuse.attach(builder, group, scheduler.now):
             scheduler.allocation.note_prefill(group)
             return
@@ -92,7 +92,8 @@ class Prefill:
                 group.is_forked = True
                 del self._owing[group]
                 return
-            builder.fork(group)  # their own tokens wait a step: blocks are copied before a forward pass, not during it
+            # Their tokens wait for the next step, because blocks are copied only before a forward pass.
+            builder.fork(group)
         else:
             for sequence in group.live:
                 owes = sequence.state is _PREFILL and sequence.num_computed < sequence.prefill_target
@@ -135,9 +136,9 @@ class Prefill:
         return True
 
     def _encode_images(self, builder: PlanBuilder, sequence: Sequence, start: int, count: int) -> int:
-        """Have the workers encode the images in the next `count` tokens of a sequence, as far as the step may. Returns
-        how many of these tokens it can compute: those before the first image that it may not encode. The first image of
-        a step is always encoded, whatever its size."""
+        """Order the workers to encode the images in the next `count` tokens of a sequence, within the limit of the
+        step. Returns how many of these tokens can be computed: those before the first image that is not encoded. The
+        first image of a step is always encoded, whatever its size."""
         for image in sequence.group.request.images:
             if image.end <= max(sequence.num_encoded, start) or image.start >= start + count:
                 continue
@@ -204,7 +205,7 @@ class Prefill:
             policy.admitted(group, scheduler)
             self._owing[group] = None
             self._compute_owed(builder, group)  # attaches the prefix-cache hit first
-            if reason or scheduler.reuse.prefetch is not None:  # it may have waited for another's prefix, or for files
+            if reason or scheduler.reuse.prefetch is not None:  # it may have waited for a prefix or for files
                 scheduler.reuse.forget(group)
 
     def _next_to_admit(self, builder: PlanBuilder) -> tuple[Group | None, str]:
@@ -246,8 +247,8 @@ class Prefill:
         return batches.takes_more(scheduler.micro_batch, scheduler.running, num_waiting)
 
     def _lacks_adapter(self, group: Group) -> str:
-        """Return why a group must wait for its adapter: there is no slot for it, or it is still to be read into host
-        memory. Empty: it need not wait."""
+        """Return why a group must wait for its adapter (no slot, or it must be read into host memory); "" if it need
+        not wait."""
         scheduler, adapters = self._scheduler, self._scheduler.adapters
         if not adapters.may_enter(group):
             adapters.wait(group, scheduler.now)
@@ -268,7 +269,7 @@ class Prefill:
 
     @property
     def _room(self) -> tuple[int, int, int]:
-        """The version of the row table, free blocks and free states."""
+        """Return the version of the row table, the free blocks and the free state slots."""
         pool = self._scheduler.pool
         return self._scheduler.rows.version, pool.num_free, pool.num_free_states
 
@@ -280,11 +281,11 @@ def tokens_for_waiting(
     overtakes: Callable[[Group, Group], bool],
     num_cached: Callable[[Group], int],
 ) -> int:
-    """Return how many tokens of the budget running prompts leave to waiting groups, the first in the queue first.
+    """Return how many tokens of the budget running prompts leave to waiting groups, in the order of the queue.
 
-    A group that the policy lets overtake gets all it owes. Groups that owe little beside the running prompts get up to
-    half of the budget. So a prompt of many steps delays short prompts by no step, and takes at most twice as many steps
-    because of them.
+    A group that the policy lets overtake gets all it owes. Groups that owe little compared to the running prompts get
+    up to half of the budget. So a prompt of many steps delays short prompts by no step, and takes at most twice as many
+    steps because of them.
     """
     most = max(group.leader.num_tokens - group.leader.num_computed for group in owing) // _SHORT
     held = 0
@@ -298,9 +299,9 @@ def tokens_for_waiting(
 
 
 def chunk_size(owed: int, left: int, budget: int, *, alone: bool) -> int:
-    """Return how many of `owed` prompt tokens a step computes, if `left` tokens of its budget are left. Beside decoding
-    sequences (not `alone`), a prompt that does not fit takes at most half of the budget, so that decode steps do not
-    become too long."""
+    """Return how many of `owed` prompt tokens a step computes, if `left` tokens of its budget are left. While other
+    sequences decode (not `alone`), a prompt that does not fit takes at most half of the budget, so that decode steps do
+    not become too long."""
     if owed > left and not alone:
         return min(left, -(-budget // _SHARE))
     return min(owed, left)

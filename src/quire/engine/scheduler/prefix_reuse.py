@@ -1,4 +1,4 @@
-"""Prefix reuse: looks up what is computed already for a waiting group (prefix tree, host and disk tiers, running
+"""Prefix reuse: looks up what is already computed for a waiting group (prefix tree, host and disk tiers, running
 sequences), attaches it on admission, and publishes computed blocks for later requests."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class PrefixReuse:
         self._unpublished = self._publisher.unpublished
         self._has_tiers = not isinstance(tiers, NoTiers)
         self._loading: dict[Group, None] = {}  # groups for which the current plan loads blocks
-        self.prefetch: FilePrefetch | None = None  # if there is a disk tier, or blocks of other engines
-        self.shares_memory = True  # False: each sequence has memory of its own, so branches borrow no blocks
+        self.prefetch: FilePrefetch | None = None  # None without a disk tier and without other engines
+        self.shares_memory = True  # False: sequences reserve separate memory, so branches share no blocks
         self._plan = 0  # plans made so far
         self.ready: list[Group] = []  # deferred groups that are ready now; the scheduler resumes them
         self.num_queries = self.num_hits = 0  # prompt tokens that were looked up, and found
@@ -58,8 +58,8 @@ class PrefixReuse:
     def lookup(self, group: Group) -> Match:
         """Return the prefix hit on the device for a waiting group's leader. The last token is always computed.
 
-        Returns the match of the last lookup if the tree has not changed where that match ended, cut where side blocks
-        have changed since.
+        Returns the match of the last lookup if the tree has not changed where that match ended, cut back where side
+        blocks have changed since.
         """
         tree, hit = self._tree, group.hit
         if tree is None or not group.reads_cache:
@@ -83,11 +83,11 @@ class PrefixReuse:
 
     def num_cached(self, group: Group) -> int:
         """Return how many of a waiting group's first tokens are cached. It may miss less than a block that was cached
-        since the last lookup, so that policies can rank a queue by it at little cost."""
+        since the last lookup, so that policies can rank a queue by it at low cost."""
         match = NO_MATCH if group.hit is None else group.hit.match
         node, count = match.node, match.num_blocks
         if group.hit is not None and count < group.hit.whole.num_blocks:
-            return match.num_tokens  # it was cut back: what lies behind is likely to be missing still
+            return match.num_tokens  # it was cut back: the side blocks after it are probably still missing
         if node is None or node.is_detached or node.end != count:
             return self.lookup(group).num_tokens
         following = group.leader.tokens()[count * self._width : (count + 1) * self._width]
@@ -116,7 +116,7 @@ class PrefixReuse:
             self._look(tree, group)
             other = self._unpublished.find(group.hit.whole, tokens, limit)
         if other is None or other.group is group or self._publisher.has_more(other):
-            return ""  # what `other` has computed and cannot publish, as others hold its blocks, never comes
+            return ""  # `other` cannot publish what it computed, because others hold its blocks
         self._unpublished.wait(group, other, limit)
         return f"{name_for(group.request, other.group.request)} computes the same prefix"
 
@@ -146,12 +146,12 @@ class PrefixReuse:
         return TierQuery(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.num_swapped)
 
     def _tier_salt(self, group: Group) -> str:
-        """Return the salt of a group's blocks in the tiers. A group that does not read the cache has one of its own."""
+        """Return the salt of a group's blocks in the tiers. A group that does not read the cache gets a unique one."""
         request = group.request
         return request.cache_root if self.reads_cache(group) else f"{request.request_id} of {request.cache_root}"
 
     def find_files(self, group: Group, num_blocks: int | None = None) -> list[bytes]:
-        """Return the files that extend the leader's prefix hit, among `num_blocks` blocks after it if that is given."""
+        """Return the files that extend the leader's prefix hit, at most `num_blocks` blocks beyond it."""
         tree = self._tree
         if tree is None or not self.reads_cache(group):
             return []
@@ -169,9 +169,9 @@ class PrefixReuse:
 
     # -------------------------------------------------------------------------------------------------- attaching
     def attach(self, builder: PlanBuilder, group: Group, now: float) -> bool:
-        """Attach the prefix hit to a group that is admitted: fill its tables, and introduce its rows to the workers.
-        That is the leader's row, or the rows of all samples if each finds at least the prompt. Returns whether the
-        group must wait a step for loads from a tier."""
+        """Attach the prefix hit to a group being admitted: fill its tables, and introduce its rows to the workers (the
+        leader's, or those of all samples if each finds at least the prompt). Returns whether the group must wait a step
+        for loads from a tier."""
         if len(group.live) == 1 and group.origin is None and not self._has_tiers:
             self._attach_one(builder, group, now)
             return False
@@ -209,7 +209,7 @@ class PrefixReuse:
         sequence, tree, limit = group.live[0], self._tree, self._leader_limit(group)
         match = NO_MATCH
         if tree is not None and group.reads_cache:
-            hit = group.hit  # the tree still holds it: `wait_if_pending` has just looked
+            hit = group.hit  # the tree still holds it, because `wait_if_pending` has just looked it up
             match = hit.match if hit is not None and hit.plan == self._plan else self._look(tree, group)
         self._fill_from_tree(sequence, match)
         if match.partial is not None:
@@ -221,8 +221,8 @@ class PrefixReuse:
             self._unpublished.enter(sequence)
 
     def _find(self, limits: Mapping[Sequence, int]) -> dict[Sequence, tuple[Match, TierHit]]:
-        """Return the match on the device for each sequence, and the blocks in host memory that follow it. Without a
-        prefix cache, these are only the blocks that the sequence swapped out itself."""
+        """Return for each sequence the match on the device and the blocks in host memory that follow it. Without a
+        prefix cache, these are only the blocks that the sequence swapped out."""
         tree = self._tree
         matches = {
             sequence: NO_MATCH
@@ -244,8 +244,8 @@ class PrefixReuse:
         return found
 
     def _fill_table(self, sequence: Sequence, match: Match, hit: TierHit, builder: PlanBuilder) -> None:
-        """Fill an empty table with the match on the device, and with blocks of the sequence that it branches off. Keep
-        the slots in host memory that follow, so that they are not evicted while the plan is made."""
+        """Fill an empty table with the match on the device, and with blocks of the sequence from which it branches.
+        Hold the host slots that follow, so that they are not evicted while the plan is made."""
         self._fill_from_tree(sequence, match)
         table, origin = sequence.table, sequence.group.origin
         if origin is not None and self.shares_memory and origin.table.num_cached <= len(table.blocks):
@@ -271,7 +271,7 @@ class PrefixReuse:
         sequence.num_computed = sequence.num_readable = table.num_tokens
 
     def _num_shared(self, group: Group, origin: Sequence, builder: PlanBuilder) -> int:
-        """Return how many tokens a branch can share with the running sequence that it branches off."""
+        """Return how many tokens a branch can share with the running sequence from which it branches."""
         source = group.request.source
         if source is None or origin.row is None or origin.group in self._loading:
             return 0
@@ -279,7 +279,7 @@ class PrefixReuse:
             return 0
         row, leader = origin.row, origin.group.leader
         if leader.row is not None and builder.introduces(row) and builder.start_of(row) is None:
-            row = leader.row  # it is forked in this plan, which may compute its blocks for the leader
+            row = leader.row  # it forks in this plan, which may compute its blocks in the leader's row
         start = builder.start_of(row)  # only later steps may read what this step computes
         computed = origin.num_planned if start is None else start
         return min(source.num_tokens, computed, group.num_prompt - 1)
@@ -287,8 +287,8 @@ class PrefixReuse:
     def _note(
         self, group: Group, match: Match, in_tiers: int, limit: int, num_found: int, loaded: Counter[str], now: float
     ) -> None:
-        """Note in the ledger how many tokens were found, and why no more. Count them. With its tiers, the cache has
-        `in_tiers` tokens, if that is more than the match."""
+        """Count the tokens found, and note in the ledger how many were found and why no more. `in_tiers`: tokens in the
+        cache including its tiers, if that is more than the match."""
         if num_found:
             group.ledger.note("cached", now, num_found, sources_of(num_found, loaded) if loaded else "")
         tree = self._tree if group.reads_cache else None
@@ -308,7 +308,7 @@ class PrefixReuse:
         """Note that the current plan is complete: later plans may read the blocks that it computes and loads.
         Publish the blocks that are not published lazily."""
         if self._tree is not None:
-            before = None  # the chunks of a group follow one another, and the first publishes for all
+            before = None  # the chunks of a group are consecutive, and the first one publishes for all
             for chunk in chunks:
                 sequence = self._rows.sequence_at(chunk.row)
                 group = sequence.group
@@ -348,15 +348,15 @@ class PrefixReuse:
             self.ready += self._unpublished.wake(sequence, num_blocks)
 
     def publish_last(self, sequence: Sequence, tokens: bytes) -> None:
-        """Publish the full blocks of a sequence that has ended and frees its table next, with all its tokens: those
-        that are computed by the plans so far. Its copies of blocks that are cached already are released."""
+        """Publish the computed full blocks of a sequence that has ended, given all its tokens; its table is freed next.
+        Its copies of blocks that are already cached are released."""
         if self._tree is not None:
             num_tokens = min(sequence.num_computed, len(tokens) // TOKEN_BYTES)
             self._publisher.publish_tokens(self._tree, sequence, tokens, num_tokens, leaving=True, with_group=False)
 
     def publish_group(self, group: Group, *, leaving: bool = False) -> None:
-        """Publish the full blocks of all introduced sequences of a group, which may hold the same blocks, as far as
-        their tokens are known and computed by the plans so far. With `leaving`, they free their tables next."""
+        """Publish the full blocks of all introduced sequences of a group, which may share blocks, as far as their
+        tokens are known and computed by the plans so far. `leaving`: their tables are freed next."""
         for sequence in group.live:
             if sequence.is_introduced or leaving:
                 self._publisher.publish(sequence, leaving=leaving, with_group=True)

@@ -1,5 +1,5 @@
-"""Publishing: sequences put the full blocks they have computed into the prefix tree. Publisher does it; two indexes
-tell which running sequence could extend a lookup: UnpublishedPrefixes for prompts, LiveSuffixIndex for generated
+"""Publishing: sequences put the full blocks they have computed into the prefix tree. Publisher does it. Two indexes
+find the running sequence that could extend a lookup: UnpublishedPrefixes for prompts, LiveSuffixIndex for generated
 tokens. PrefixReuse calls all three."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.engine.kvcache.table import num_same
 from quire.engine.kvcache.tiers.base import Tiers
 from quire.engine.scheduler.row_table import RowTable
 
-Place = tuple[Node, bytes]  # a run, and tokens that follow it: of a block, or the rest of a prompt
+Place = tuple[Node, bytes]  # a run, and the tokens that follow it: those of a block, or the rest of a prompt
 
 
 class LiveSuffixIndex:
@@ -29,12 +29,12 @@ class LiveSuffixIndex:
     def __init__(self, block_size: int) -> None:
         self._width = block_size * TOKEN_BYTES
         self._places: dict[Sequence, Place] = {}
-        # By the last published run, then by the rest of the prompt, which is less than a block.
+        # By the last published run, then by the rest of the prompt after it, which is less than a block.
         self._sequences: dict[Node, dict[bytes, dict[Sequence, None]]] = {}
         self._first_tokens: dict[Place, int] = {}  # how many rests after a run begin with a token, or are empty
 
     def enter(self, sequence: Sequence) -> None:
-        """Add a generating sequence, or move it behind the blocks it has published. Idempotent."""
+        """Add a generating sequence, or update its entry after it published blocks. Idempotent."""
         node, prompt = sequence.table.node, sequence.group.prompt
         if sequence in self._places:
             self.discard(sequence)
@@ -51,7 +51,7 @@ class LiveSuffixIndex:
         self._first_tokens[first] = self._first_tokens.get(first, 0) + 1
 
     def refresh(self, sequence: Sequence) -> None:
-        """Move a sequence that has published blocks behind them, if it is in the index."""
+        """Update the entry of a sequence that has published blocks, if it is in the index."""
         if sequence in self._places:
             self.enter(sequence)
 
@@ -122,7 +122,7 @@ class UnpublishedPrefixes:
         return bool(self._sequences)
 
     def enter(self, sequence: Sequence) -> None:
-        """Add a sequence, or move it behind the blocks it has published."""
+        """Add a sequence, or update its entry after it published blocks."""
         table, width, places = sequence.table, self._width, self._places
         node = table.node
         if sequence in places:
@@ -131,11 +131,12 @@ class UnpublishedPrefixes:
             return
         start = node.end * width
         place = node, sequence.group.prompt[start : start + width]
-        if len(place[1]) == width and self._sequences.setdefault(place, sequence) is sequence:  # or another computes it
+        # False if another sequence computes it.
+        if len(place[1]) == width and self._sequences.setdefault(place, sequence) is sequence:
             places[sequence] = place
 
     def has(self, node: Node, tokens: bytes) -> bool:
-        """Whether a running sequence computes the block of these tokens after a node."""
+        """Whether a running sequence computes the block with these tokens after a node."""
         return (node, tokens) in self._sequences
 
     def find(self, match: Match, tokens: bytes, limit: int) -> Sequence | None:
@@ -153,7 +154,7 @@ class UnpublishedPrefixes:
         return self.wake(sequence, None) if sequence in self._waiting else []
 
     def clear(self) -> list[Group]:
-        """Remove everything, as the prefix tree is cleared. Returns the groups that waited."""
+        """Remove everything, because the prefix tree is cleared. Returns the groups that waited."""
         woken = list(self._awaited)
         for held in (self._sequences, self._places, self._waiting, self._awaited):
             held.clear()
@@ -172,8 +173,8 @@ class UnpublishedPrefixes:
         return sequence in self._waiting
 
     def wake(self, sequence: Sequence, num_blocks: int | None) -> list[Group]:
-        """Note that a sequence has computed `num_blocks` blocks; None: its whole prompt. Returns the groups that need
-        not wait for it any more."""
+        """Note that a sequence has computed `num_blocks` blocks (None: its whole prompt). Returns the groups that no
+        longer need to wait for it."""
         waiting = self._waiting.get(sequence)
         if waiting is None:
             return []
@@ -205,7 +206,7 @@ class UnpublishedPrefixes:
 
 
 class Publisher:
-    """Puts full blocks of sequences into the prefix tree: when a lookup could use them, and when a sequence ends or is
+    """Puts full blocks of sequences into the prefix tree, when a lookup could use them and when a sequence ends or is
     preempted. `tree` is None if the prefix cache is off."""
 
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
@@ -240,12 +241,12 @@ class Publisher:
 
     def publish_running(self, sequence: Sequence) -> bool:
         """Publish the full blocks that a running sequence has computed. Returns whether any block was published. All
-        its tokens that have come back, except the last, were computed by steps that have run."""
+        its tokens that have come back, except the last one, were computed by steps that have run."""
         table, row, tree = sequence.table, sequence.row, self._tree
         assert row is not None
         assert tree is not None
         num_computed, num_outputs = sequence.num_readable, int(self._rows.counts[row])
-        if num_outputs > len(sequence.outputs):  # results of what it computed since
+        if num_outputs > len(sequence.outputs):  # results have come since
             num_computed = max(num_computed, sequence.group.num_prompt + num_outputs - 1)
         if num_computed // self._block_size <= table.num_cached:
             return False
@@ -266,7 +267,8 @@ class Publisher:
         with_group: bool,
     ) -> bool:
         """Publish the full blocks of the first `num_tokens` tokens of a sequence, whose tokens are `tokens`. Returns
-        whether any of these blocks are new in the tree. See PrefixReuse.publish_group for the last two."""
+        whether any of these blocks is new in the tree. For `leaving` and `with_group`, see
+        PrefixReuse.publish_group."""
         table, last, request = sequence.table, num_tokens // self._block_size, sequence.group.request
         node = table.node
         if node is None or node.is_detached or last <= node.end or (table.is_duplicate and not leaving):
@@ -299,9 +301,10 @@ class Publisher:
 
     def _num_own(self, sequence: Sequence, first: int, last: int, *, leaving: bool) -> int:
         """Return how many blocks from `first` on are held only by this sequence and by others of its group that publish
-        them now too. A block with any other holder cannot be published: that holder would not lock the runs above it.
-        """
-        blocks, ends = sequence.table.blocks, list[int]()  # up to where each of the others holds the same blocks
+        them now too. A block with any other holder cannot be published, because that holder would not lock the runs
+        above it."""
+        # For each other sequence: up to where it holds the same blocks.
+        blocks, ends = sequence.table.blocks, list[int]()
         for each in sequence.group.live:
             if each is not sequence and (leaving or not each.table.is_duplicate):
                 end = min(min(each.num_computed, each.num_tokens) // self._block_size, last)

@@ -49,12 +49,12 @@ class GroupQueue:
             self._take_out(group)
 
     def defer(self, group: Group) -> None:
-        """Skip a group from now on."""
+        """Skip a group until it is resumed."""
         self._take_out(group)
         self._deferred[group] = None
 
     def resume(self, group: Group) -> None:
-        """Do not skip a group any more."""
+        """Stop skipping a deferred group."""
         del self._deferred[group]
         self._insert(group)
 
@@ -94,8 +94,7 @@ class GroupQueue:
 
 
 class RunningGroups:
-    """The running groups. They are sorted only when one must be preempted, so that to add and to remove one costs
-    little."""
+    """The running groups. They are sorted only when one must be preempted, so adding and removing one is cheap."""
 
     def __init__(self, key: Callable[[Group], Key]) -> None:
         self._key_of = key
@@ -106,7 +105,7 @@ class RunningGroups:
         return len(self._groups)
 
     def __iter__(self) -> Iterator[Group]:
-        """Iterate over a copy, in no order that means anything."""
+        """Iterate over a copy, in no particular order."""
         return iter(list(self._groups))
 
     def add(self, group: Group) -> None:

@@ -1,5 +1,5 @@
 """The engine's table of rows: which sequence has which row, and the tokens that have come back for it. Its columns are
-arrays over all rows, so that a step's result is committed without a loop."""
+arrays over all rows, so that a step's result is committed without a Python loop."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Longs = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Index = npt.NDArray[np.intp]
 
-MOST_END_IDS = 8  # of a row that are in the column `end_ids`: every step compares the tokens of all rows with each line
+MOST_END_IDS = 8  # most end ids per row in the column `end_ids`, whose lines every step compares with all tokens
 
 
 class RowTable:
     """Assigns rows to sequences and keeps their generated tokens.
 
-    Each assignment gets a new lease number. A result whose lease is not the row's any more belongs to a sequence that
+    Each assignment gets a new lease number. A result whose lease no longer matches the row belongs to a sequence that
     has lost the row, and is dropped. `version` changes whenever a row is assigned or released: columns gathered from
     the table stay valid while it is the same.
     """
@@ -34,19 +34,19 @@ class RowTable:
         self.num_not_streamed = 0  # rows whose tokens are not streamed: their handle is negative
         self.num_guided = self.num_observed = 0
         self.leases: Longs = np.zeros(num_rows, dtype=np.int64)  # 0: the row is free
-        self.lease_of: list[int] = [0] * num_rows  # the same, quicker for one row
+        self.lease_of: list[int] = [0] * num_rows  # the same, faster to read for one row
         self.handles: Longs = np.zeros(num_rows, dtype=np.int64)
         self.counts: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens that have come back
         self.limits: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens at which the sequence ends
         self.guided: Bools = np.zeros(num_rows, dtype=np.bool_)  # a grammar's mask applies to each of its samples
         self.observed: Bools = np.zeros(num_rows, dtype=np.bool_)  # a draft proposer observes its tokens
         self.end_ids: Ints = np.full((1, num_rows), -1, dtype=np.int32)  # [k, rows]
-        self.many_end_ids: dict[int, frozenset[int]] = {}  # by row, where a column has no room for them
-        self._end_ids: list[tuple[int, ...]] = [()] * num_rows  # what both hold of each row
+        self.many_end_ids: dict[int, frozenset[int]] = {}  # by row, for rows with more end ids than the column holds
+        self._end_ids: list[tuple[int, ...]] = [()] * num_rows  # all end ids, by row
         self._capacity = 256  # outputs that a row has memory for
         self._outputs: Ints = np.empty((num_rows, self._capacity), dtype=np.int32)  # [rows, capacity]
         self._flat = self._outputs.reshape(-1)  # the same memory
-        self.starts: Index = np.arange(num_rows) * self._capacity  # where the outputs of each row begin in that memory
+        self.starts: Index = np.arange(num_rows) * self._capacity  # offset of each row's outputs in that memory
 
     @property
     def num_rows(self) -> int:
@@ -63,8 +63,8 @@ class RowTable:
         return len(self.sequences) - len(self._free)
 
     def reserve(self, num_rows: int) -> None:
-        """Reserve `num_rows` more free rows; a negative number gives some back. To use a reserved row, reserve one less
-        and assign."""
+        """Reserve `num_rows` more free rows; a negative number releases some. To use a reserved row, release one and
+        assign."""
         self._num_reserved += num_rows
         assert 0 <= self._num_reserved <= len(self._free)
 
@@ -97,7 +97,7 @@ class RowTable:
         self.many_end_ids.pop(row, None)
         if len(ends) > MOST_END_IDS:
             self.many_end_ids[row], ends = frozenset(ends), ()
-        for place in range(len(column)):  # few: faster than numpy reads a tuple
+        for place in range(len(column)):  # faster than numpy for a few end ids
             column[place] = ends[place] if place < len(ends) else -1
 
     def _note_controller(self, row: int, controller: StepController) -> None:
@@ -115,7 +115,7 @@ class RowTable:
         return sequence
 
     def release(self, sequence: Sequence) -> int:
-        """Take the sequence's row back, and copy its outputs into the sequence."""
+        """Take the sequence's row back, and copy its outputs to the sequence."""
         row = sequence.row
         assert row is not None
         sequence.outputs = self._outputs[row, : self.counts[row]].tolist()
@@ -135,8 +135,9 @@ class RowTable:
         return row
 
     def record(self, rows: Index, starts: Index, tokens: Ints) -> Ints:
-        """Append one token to each of `rows`, which are distinct. Returns how many outputs each has now. `starts` are
-        those of the rows: the caller keeps them from step to step. They change only when a row is given away."""
+        """Append one token to each of `rows`, which are distinct. Returns how many outputs each row has now. `starts`:
+        the rows' entries of `starts`, which the caller keeps from step to step; they change only when the table
+        grows."""
         counts = self.counts[rows]
         self._flat[starts + counts] = tokens
         counts += 1

@@ -1,5 +1,5 @@
-"""Estimates how long steps and tokens take, from the times of past steps. The policy by deadlines uses StepCurve,
-prefetch and preemption ComputeTime."""
+"""Estimates how long steps and tokens take, from the times of past steps. The deadline policy uses StepCurve; prefetch
+and preemption use ComputeTime."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quire.types.step import StepPlan
 
 _REMEMBERED = 64  # steps
 _STEEPNESS = 1e-12  # seconds per token; a smaller slope counts as none
-_CLASSES_PER_OCTAVE = 2  # of StepCurve
-_RATE = 0.25  # the weight of a new step in the figures of its size class
-_MOST_SLOWER = 2.0  # a step counts for at most so many times what its class takes: it may be a pause of the machine
-_FARTHEST = 4  # times the largest known step: what StepCurve says of larger ones is not trusted
+_CLASSES_PER_OCTAVE = 2  # size classes per doubling in StepCurve
+_RATE = 0.25  # weight of a new step in the mean of its size class
+_MOST_SLOWER = 2.0  # a slower step counts as this multiple of its class, because it may be a pause of the machine
+_FARTHEST = 4  # estimates beyond this multiple of the largest known step are not trusted
 
 
 class StepTime:
@@ -37,32 +37,34 @@ class StepTime:
 
     @property
     def per_token(self) -> float | None:
-        """Seconds for each further token; None before the first step."""
+        """Seconds per further token; None before the first step."""
         return self._line()[1] if self._steps else None
 
     def _line(self) -> tuple[float, float]:
-        """Return base and slope. There must have been a step."""
+        """Return base and slope. At least one step must have been noted."""
         count = len(self._steps)
         tokens, total, squares, products = self._sums
         spread = squares - tokens * tokens / count
         slope = (products - tokens * total / count) / spread if spread > 1 else 0.0
-        if slope < _STEEPNESS:  # all steps had about the same size: take the base as 0
+        if slope < _STEEPNESS:  # all steps had about the same size: assume a base of 0
             return 0.0, total / max(tokens, 1.0)
         return max((total - slope * tokens) / count, 0.0), slope
 
 
 class StepCurve:
-    """Seconds of steps by their number of tokens: running means of size classes, and straight lines between them.
+    """Seconds of a step as a function of its number of tokens: running means of size classes, with linear
+    interpolation.
 
-    A class keeps its figures while no step of its size comes. So long decoding does not make it forget what prompt
-    tokens cost, and the first chunk of the next prompt has the right size already."""
+    A class keeps its mean while no step of its size comes. So long decoding does not erase the cost of prompt tokens,
+    and the first chunk of the next prompt already has the right size.
+    """
 
     def __init__(self) -> None:
         self._classes: dict[int, tuple[float, float, int]] = {}  # tokens, seconds, steps
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Note that a step of `num_tokens` tokens took `seconds`. The first step of a size may have compiled kernels:
-        the second replaces it if that was faster."""
+        """Note that a step of `num_tokens` tokens took `seconds`. The first step of a size may have included compiling
+        kernels, so the second replaces it if that was faster."""
         key = round(_CLASSES_PER_OCTAVE * math.log2(max(num_tokens, 1)))
         tokens, known, count = self._classes.get(key, (float(num_tokens), seconds, 0))
         if count == 1:
@@ -73,15 +75,19 @@ class StepCurve:
             self._follow(key, known)
 
     def _follow(self, key: int, seconds: float) -> None:
-        """Have the other classes agree with the newest figure: no smaller step takes longer, no larger one less."""
+        """Make the other classes consistent with the newest mean: no smaller step takes longer, and no larger step
+        takes less."""
         for other, (tokens, known, count) in self._classes.items():
             if known > seconds if other < key else known < seconds:
                 self._classes[other] = (tokens, seconds, count)
 
     def tokens_within(self, seconds: float, limit: int) -> int:
-        """Return how many tokens a step may have to end within `seconds`, at most `limit`. A size that was met once
-        says nothing: if that step was slow for another reason, its size would never be met again."""
-        left_tokens = left_seconds = slope = 0.0  # a step of no tokens takes no time, as far as is known
+        """Return how many tokens, at most `limit`, a step may have to end within `seconds`.
+
+        A size with only one step is ignored: if that step was slow for another reason, its size would never be tried
+        again.
+        """
+        left_tokens = left_seconds = slope = 0.0  # assume that a step without tokens takes no time
         met_again = sorted(known for known in self._classes.values() if known[2] > 1)
         for tokens, known, _ in met_again:
             if known > seconds:
@@ -96,8 +102,8 @@ class StepCurve:
 
 
 class ComputeTime:
-    """Estimates how long known tokens take to compute, from as many steps with prompts as without. Steps that also copy
-    blocks to or from host memory are left out."""
+    """Estimates how long known tokens take to compute, from equally many steps with and without prompts. Steps that
+    also copy blocks to or from host memory are left out."""
 
     def __init__(self) -> None:
         self._steps = StepTime()

@@ -1,33 +1,35 @@
-"""The DraftGate decides whether drafts are allowed: it compares measured tokens per second with and without drafts."""
+"""DraftGate: decides whether drafts are allowed, by comparing measured tokens per second with and without drafts."""
 
 from __future__ import annotations
 
 from collections import deque
 
-_WINDOW, _LEAST_WINDOW = 24, 6  # steps with drafts that are compared together: fewer if a step has many rows
-_CLEAN = 3  # after this many steps without a draft, a step counts as plain: no row waits for a result any more
-_RECENT = 16  # the batch size is the largest of this many steps: some lack the rows that wait for results
+_WINDOW, _LEAST_WINDOW = 24, 6  # steps with drafts per comparison; fewer if steps have many rows
+_CLEAN = 3  # after this many steps without a draft, steps count as plain: no row waits for a result any more
+_RECENT = 16  # the batch size is the largest of this many steps, because some lack rows that wait for results
 _RATE = 0.1  # the weight of a new step in the running mean of plain steps
-_LEFT_OUT = 8  # one step in so many of a window is left out at either end, at least one: a kernel may compile in it
+_LEFT_OUT = 8  # 1 / _LEFT_OUT of a window's steps, at least one, is left out at either end: a step may compile a kernel
 _AS_FAST = 1 - 1e-6  # rates that differ by less are equal
-_FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096  # plain steps after a window that was slower; doubles each time
+_FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096  # plain steps after a slower window; doubles each time
 
 
 class DraftGate:
-    """Compares steps with drafts to plain steps, separately for each octave of batch sizes (1, 2-3, 4-7 ...). Drafts
-    are allowed until a window of steps with drafts was slower than plain steps. Then they pause, each time twice as
-    long, before another window is tried. So little time is lost to drafts that do not pay."""
+    """Compares steps with drafts to plain steps, separately for each octave of batch sizes (1, 2-3, 4-7 ...).
+
+    Drafts are allowed until a window of steps with drafts was slower than plain steps. Then they pause, each time twice
+    as long, before another window is tried. So little time is lost to drafts that are not worth their cost.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._plain_run = 0  # steps since the last one with a draft
         self._octaves: dict[int, _Octave] = {}
-        self.octave = 1  # of the present batch: the number of bits of its number of rows
+        self.octave = 1  # of the current batch: the bit length of its number of rows
         self._present = self._find(1)
 
     @property
     def allows(self) -> bool:
-        """Whether drafts may be made at the present batch size."""
+        """Whether drafts may be made at the current batch size."""
         return self._present.pause == 0
 
     def note(self, rows: int, num_drafted: int, num_accepted: int, seconds: float) -> None:
@@ -52,7 +54,7 @@ class _Octave:
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self.pause = 0  # plain steps before drafts are allowed again
+        self.pause = 0  # plain steps to run before drafts are allowed again
         self._next_pause = _FIRST_PAUSE
         self._plain: float | None = None  # tokens a second
         self._steps: list[tuple[int, float]] = []  # tokens and seconds of the window's steps
@@ -65,7 +67,8 @@ class _Octave:
             self._plain = rate if self._plain is None else self._plain + _RATE * (rate - self._plain)
 
     def note_drafted(self, num_tokens: int, seconds: float, *, is_draft: bool) -> None:
-        """Note a step that verified drafts, or one soon after it: rows that wait for results are part of the cost."""
+        """Note a step that verified drafts, or one shortly after it, because rows that wait for results are part of the
+        cost."""
         self._steps.append((num_tokens, seconds))
         self._drafts += is_draft
         if self._drafts >= self._window:
@@ -83,8 +86,8 @@ class _Octave:
 
 
 def _usual_rate(steps: list[tuple[int, float]]) -> float:
-    """Tokens a second of some steps, without the slowest and the fastest of them: one step in which a graph is captured
-    would outweigh a whole window."""
+    """Return the tokens per second of some steps, without the slowest and the fastest of them: a single step that
+    captures a graph would outweigh a whole window."""
     left_out = max(1, len(steps) // _LEFT_OUT)
     kept = sorted(steps, key=_seconds)[left_out:-left_out] or steps
     return sum(tokens for tokens, _ in kept) / max(sum(seconds for _, seconds in kept), 1e-9)

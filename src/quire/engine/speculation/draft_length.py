@@ -1,5 +1,5 @@
-"""Chooses the length of drafts: as long as the tokens that a draft is expected to gain outweigh the cost of verifying
-it. Draft proposers call it."""
+"""Chooses the length of drafts: as long as the expected gain in tokens outweighs the cost of verifying them. Draft
+proposers call it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from quire.engine.speculation.step_costs import StepCosts
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-_MARGIN, _CAUTION = 0.1, 1.15  # the tokens a draft must gain; estimated costs are multiplied by _CAUTION
-_PROBES = 5  # steps with probes for batches of each octave, as the cost of drafts is not known yet
+_MARGIN, _CAUTION = 0.1, 1.15  # least gain of a draft in tokens; factor on estimated costs
+_PROBES = 5  # steps with probes per octave of batch sizes, to learn the cost of drafts
 _PROBE_CHANCE = 0.5  # the least chance that a probe's first token is accepted
-_PROBE_TOKENS = 16  # draft tokens in such a step, or as many as it has rows: enough to measure their cost
+_PROBE_TOKENS = 16  # draft tokens in a step with probes, or as many as it has rows: enough to measure their cost
 _RATE = 0.3  # the weight of a new step in running means
-_MOST_ROUNDS = 4  # steps from one paced step to the next; more have another cause, such as a preemption
+_MOST_ROUNDS = 4  # most steps from one paced step to the next; more have another cause, such as a preemption
 
 
 class Chances(NamedTuple):
-    """The chance that a draft's first token is accepted, and the chance of each further token if those before it
-    are."""
+    """The probability that a draft's first token is accepted, and that each further token is accepted if those before
+    it are."""
 
     first: float
     following: float
@@ -45,8 +45,8 @@ class DraftLengths:
     """Chooses draft lengths from what all sequences share: the cost of steps, the batch size, and the DraftGate.
 
     With `depth` > 1 steps in flight, a paced sequence is missing from the steps that are launched while it waits for
-    its result. Each of them costs it a token, so a draft must gain more than that. How many there are is measured, for
-    batches of each octave. A sequence alone in its batch misses none.
+    its result. Each of them costs it a token, so a draft must gain more than that. Their number is measured for batches
+    of each octave; a sequence alone in its batch misses none.
 
     A probe is a draft that looks too expensive, made to measure its cost. The first steps at each octave have probes.
     """
@@ -56,7 +56,7 @@ class DraftLengths:
         self._gate = DraftGate()
         self._depth = depth
         self.num_steps = 0
-        self._rows, self._others_drafted, self._others_accepted = 1.0, 0.0, 0.0  # of a step, running means
+        self._rows, self._others_drafted, self._others_accepted = 1.0, 0.0, 0.0  # per step, running means
         self._ordered = self._drafted = self._accepted = 0  # since the last step
         self._num_probes: Counter[int] = Counter()  # steps with probes, by octave
         self._was_probe = False  # since the last step
@@ -75,7 +75,7 @@ class DraftLengths:
             self._gate.note(rows, self._drafted, self._accepted, seconds)
             self._num_probes[self._gate.octave] += self._was_probe
             self._rows += _RATE * (rows - self._rows)
-            others = 1.0 - 1.0 / rows  # what a sequence adds its own draft to
+            others = 1.0 - 1.0 / rows  # the drafts of the other sequences
             self._others_drafted += _RATE * (self._drafted * others - self._others_drafted)
             self._others_accepted += _RATE * (self._accepted * others - self._others_accepted)
         self._ordered = self._drafted = self._accepted = 0
@@ -107,7 +107,7 @@ class DraftLengths:
     # ------------------------------------------------------------------------------------------------------- choices
     @property
     def allows_drafts(self) -> bool:
-        """Whether the DraftGate allows drafts for batches like the present."""
+        """Whether the DraftGate allows drafts for batches like the current one."""
         return self._gate.allows
 
     @property
@@ -116,7 +116,7 @@ class DraftLengths:
         return self._rounds.get(self._gate.octave, 1.0)
 
     def length(self, chances: Chances, limit: int, *, drafting: bool = False) -> DraftLength:
-        """Return the length of at most `limit` tokens that gains most for the whole batch; 0 if none gains anything.
+        """Return the length, at most `limit`, that gains most for the whole batch; 0 if no length gains anything.
         `drafting`: the runtime makes the draft."""
         if not self.allows_drafts:
             return NO_DRAFT
@@ -135,7 +135,7 @@ class DraftLengths:
         """Return for each sequence of a batch, by its chances, whether `length` would choose a draft. Only as many
         probes as `probe_room` allows are included."""
         most = Chances(float(first.max(initial=0.0)), float(following.max(initial=0.0)))
-        if not self.length(most, limit).num_tokens:  # the draft with the best chances does not pay, so none does
+        if not self.length(most, limit).num_tokens:  # not even the draft with the best chances is worth it
             return np.zeros(len(first), dtype=np.bool_)
         powers = np.empty((len(first), limit))
         powers[:, 0], powers[:, 1:] = first, following[:, None]
@@ -148,14 +148,15 @@ class DraftLengths:
         return worth
 
     def _price(self, limit: int, drafting: bool) -> list[float]:
-        """Tokens that plain steps would generate in the time that it takes to verify a draft of 1, 2 ... `limit`
-        tokens."""
+        """Return the tokens that plain steps would generate in the time that verifying a draft of 1, 2 ... `limit`
+        tokens takes."""
         found = self._prices.get((limit, drafting))
         if found is None:
             rows = max(1, round(self._rows))
             usual = max(rows, round(self._rows + self._others_drafted))
             plain = rows * self.costs.cost(usual) / self.costs.cost(rows)
-            usual_tokens = max(plain, self._rows + self._others_accepted)  # generated in the time of a usual step
+            # Tokens generated in the time of a usual step.
+            usual_tokens = max(plain, self._rows + self._others_accepted)
             price = _CAUTION * usual_tokens
             found = [price * extra for extra in self.costs.extra(usual, limit, drafting=drafting)]
             self._prices[limit, drafting] = found
@@ -163,7 +164,7 @@ class DraftLengths:
 
 
 class Experience:
-    """The share of draft tokens that were accepted. Old ones weigh less."""
+    """The share of draft tokens that were accepted, with exponentially decreasing weights."""
 
     __slots__ = ("_forget", "_made", "_right", "_weights")
 
@@ -181,7 +182,7 @@ class Experience:
         self._made = self._made * self._forget + 1.0
 
     def add_all(self, are_right: Bools) -> None:
-        """Call `add` for each, in this order."""
+        """Do what `add` does for each item, in this order."""
         if len(self._weights) <= len(are_right):
             self._weights = self._forget ** np.arange(2 * len(are_right), -1, -1.0)
         weights = self._weights[-1 - len(are_right) :]
@@ -189,5 +190,5 @@ class Experience:
         self._made = float(self._made * weights[0] + weights[1:].sum())
 
     def mean(self, prior: float, weight: float) -> float:
-        """Return the share that was accepted; the prior counts for `weight` draft tokens."""
+        """Return the share that was accepted. The prior counts as `weight` draft tokens."""
         return (self._right + weight * prior) / (self._made + weight)

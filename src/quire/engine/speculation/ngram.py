@@ -1,4 +1,5 @@
-"""N-gram drafts (prompt lookup): a draft is copied from the place where the last n-gram occurred before."""
+"""N-gram drafts (prompt lookup): a draft is copied from the position after the last earlier occurrence of the
+sequence's last n-gram."""
 
 from __future__ import annotations
 
@@ -31,15 +32,15 @@ _PRIORS = (0.2, 0.8)  # the prior chance of a guess after a wrong or missing gue
 _OWN_FORGETS, _ALL_FORGETS = (0.8, 0.9), (0.99, 0.99)
 _PRIOR_WEIGHT = 4.0  # the number of guesses that a prior counts for
 _COMMON_WEIGHTS = (1.0, 2.0)  # how many of a sequence's own guesses the experience of all sequences counts for
-_FEW_ROWS = 32  # smaller batches are handled one by one: numpy calls would cost more
+_FEW_ROWS = 32  # smaller batches are handled one by one, because numpy calls would cost more
 
 
 class NgramProposers:
     """Looks up drafts in the tokens of each sequence, for whole batches at once.
 
-    Each sequence has a shadow guess: the first token that a draft would have. Comparing it with the token that comes
+    Each sequence has a shadow guess: the first token that a draft would have. Comparing it with the next sampled token
     costs no step, so the proposer notices when a sequence begins to repeat itself without spending drafts on it. While
-    the gate forbids drafts, tokens are only stored; they are indexed when drafts are allowed again.
+    the DraftGate forbids drafts, tokens are only stored; they are indexed when drafts are allowed again.
 
     All guesses of a batch are scored before any draft is chosen, so that each choice uses the results of the whole
     batch.
@@ -103,8 +104,8 @@ class NgramProposers:
         return rows[self._are_worth(found)].tolist() if len(rows) else ()
 
     def _worth_of_few(self, slots: list[int]) -> list[int]:
-        """Return the places of sequences for which a draft is worth its cost; of probes only as many as there is room
-        for."""
+        """Return the indices of sequences for which a draft is worth its cost, with at most as many probes as there is
+        room for."""
         found, room = [], self.lengths.probe_room
         for place, slot in enumerate(slots):
             num_tokens, is_probe = self.length(slot)
@@ -114,7 +115,7 @@ class NgramProposers:
         return found
 
     def _slots_of(self, proposers: Sequence[DraftProposer]) -> Longs:
-        """Return the slots of a batch. Those of a tuple are kept for the next call with the same tuple."""
+        """Return the slots of a batch. For a tuple, they are cached for the next call with the same tuple."""
         if proposers is self._batch:
             return self._batch_slots
         ours = cast("Sequence[NgramProposer]", proposers)
@@ -124,7 +125,7 @@ class NgramProposers:
         return slots
 
     def _score(self, slots: Longs, tokens: Ints) -> None:
-        """Compare the guesses of a batch with the tokens that came, and count the right ones."""
+        """Compare the guesses of a batch with the sampled tokens, and count the correct ones."""
         guesses = self._guess.values[slots]
         (rows,) = np.nonzero(guesses >= 0)
         if not len(rows):
@@ -188,7 +189,7 @@ class NgramProposers:
         self._guess.cells[slot], self._was_right.cells[slot] = _NO_GUESS, False
 
     def observe_token(self, slot: int, token: int) -> None:
-        """Compare the guess with the token that came, index the token, and guess the next one."""
+        """Compare the guess with the sampled token, index the token, and guess the next one."""
         guess = self._guess.cells[slot]
         if guess != _NO_GUESS:
             after, is_right = self._was_right.cells[slot], guess == token
@@ -209,8 +210,8 @@ class NgramProposers:
             self._guess.cells[slot] = self._index.token_at(slot, place)
 
     def length(self, slot: int, limit: int = FOREVER) -> DraftLength:
-        """Return how many of the tokens that were found are worth verifying. A sequence without any scored guess gets
-        no draft: nothing is known of it yet."""
+        """Return how many of the tokens found are worth verifying. A sequence without any scored guess gets no draft,
+        because nothing is known about it yet."""
         after_right = self._was_right.cells[slot]
         if self._guess.cells[slot] == _NO_GUESS or not (after_right or self._made[0].cells[slot] > 0.0):
             return NO_DRAFT
@@ -222,7 +223,7 @@ class NgramProposers:
         """Return at most `limit` draft tokens, and whether they are a probe."""
         if not self.lengths.allows_drafts:
             return (), False
-        if self._index.is_behind(slot):  # tokens came while drafts were not allowed, or it has only its prompt
+        if self._index.is_behind(slot):  # tokens came while drafts were not allowed, or only the prompt is there
             self.guess(slot)
         num_tokens, is_probe = self.length(slot, limit)
         if is_probe:
@@ -237,8 +238,8 @@ class NgramProposers:
 
 
 class NgramProposer:
-    """The DraftProposer of one sequence. It takes a slot when it first gets a token or proposes a draft, so a waiting
-    request holds none."""
+    """The DraftProposer of one sequence. It takes a slot when it first observes a token or proposes a draft, so a
+    waiting request holds none."""
 
     __slots__ = ("_is_closed", "_is_probe", "_owner", "_prompt", "slot")
     is_observed = True

@@ -1,4 +1,4 @@
-"""Finds where the last n-gram of a sequence occurred before, with hash chains, for one sequence or a whole batch."""
+"""Finds the earlier occurrences of a sequence's last n-gram with hash chains, for one sequence or a whole batch."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from quire.types.step import Ints
 Longs = npt.NDArray[np.int64]
 
 NOWHERE = -1
-LINKS = 16  # the most earlier places that are compared, latest first: bounds the cost of frequent n-grams
-CATCH_UP_TOKENS = 4096  # tokens of prompts and stored tokens that are indexed in each step, at most
+LINKS = 16  # most earlier places compared, latest first; bounds the cost of frequent n-grams
+CATCH_UP_TOKENS = 4096  # most prompt tokens and stored tokens indexed per step
 _MULTIPLIER = 0x9E3779B1  # of a multiplicative hash
 _MASK = 2**32 - 1
 _LEAST_HEADS = 1 << 10
 
 
 class NgramIndexes:
-    """The tokens of many sequences, each in a slot, and for each an index of its n-grams of `shortest` tokens.
+    """The tokens of many sequences, each in a slot, and for each slot an index of its n-grams of `shortest` tokens.
 
     A place is the position of a token; its n-gram is the tokens right before it. The index of a slot is a hash table:
-    a head for each hash is the latest place whose n-gram has that hash, and a chain leads from each place to the one
-    before it with the same hash. An extent of the arena holds the tokens, chains and heads of a slot, three parts of
-    the same size. The last word of the tokens part is no token: it holds NOWHERE, so that a batch that follows the
-    chain of NOWHERE stays there. A full extent is replaced by one of twice the size.
+    the head of each hash is the latest place whose n-gram has that hash, and a chain links each place to the previous
+    one with the same hash. An extent of the arena holds the tokens, chains and heads of a slot, in three parts of the
+    same size. The last word of the tokens part is not a token: it holds NOWHERE, so that a batch that follows the chain
+    of NOWHERE stays there. A full extent is replaced by one of twice the size.
 
     A slot that is behind has tokens that are not indexed yet. Nothing is found in it until `catch_up` has indexed them.
-    All slots together index at most CATCH_UP_TOKENS so in a step, so that long prompts make no step slow.
+    All slots together index at most CATCH_UP_TOKENS per step in this way, so that long prompts make no step slow.
     """
 
     def __init__(self, slots: SlotTable, shortest: int, longest: int) -> None:
@@ -39,11 +39,11 @@ class NgramIndexes:
         self._arena = TokenArena()
         self._prompts: dict[int, Sequence[int]] = {}
         self._budget = CATCH_UP_TOKENS
-        self._base = slots.column(np.int64, 0)  # where the extent begins
-        self._size = slots.column(np.int64, 0)  # how many heads there are, a power of two
+        self._base = slots.column(np.int64, 0)  # start of the extent
+        self._size = slots.column(np.int64, 0)  # number of heads, a power of two
         self._length = slots.column(np.int64, 0)
-        self._indexed = slots.column(np.int64, 0)  # places before it are in their chains
-        self._head = slots.column(np.int64, NOWHERE)  # where the head of the last n-gram is; NOWHERE: behind
+        self._indexed = slots.column(np.int64, 0)  # places before this one are in their chains
+        self._head = slots.column(np.int64, NOWHERE)  # index of the head of the last n-gram; NOWHERE: behind
 
     def open(self, slot: int, prompt: Sequence[int], outputs: Sequence[int] = ()) -> None:
         """Open a slot with these tokens. The prompt is read when it is indexed, and again when its index grows."""
@@ -72,7 +72,7 @@ class NgramIndexes:
 
     # ---------------------------------------------------------------------------------------------- a whole batch
     def store_all(self, slots: Longs, tokens: Ints) -> None:
-        """Append one token to each slot, to be indexed later."""
+        """Append one token to each slot without indexing it."""
         lengths = self._make_room(slots)
         self._arena.words[self._base.values[slots] + lengths] = tokens
         self._length.values[slots] = lengths + 1
@@ -93,7 +93,7 @@ class NgramIndexes:
         self._indexed.values[slots] = lengths + 1
 
     def find_all(self, slots: Longs) -> Longs:
-        """Return what `find` returns, for each slot. Slots that are behind catch up as far as the budget goes."""
+        """Return the result of `find` for each slot. Slots that are behind catch up as far as the budget allows."""
         behind = slots[self._indexed.values[slots] < self._length.values[slots]]
         if len(behind):
             self.catch_up(behind.tolist())
@@ -116,7 +116,7 @@ class NgramIndexes:
         return found
 
     def catch_up(self, slots: Sequence[int]) -> None:
-        """Index the tokens of these slots that are not indexed yet, in their order, as far as the budget goes."""
+        """Index the tokens of these slots that are not indexed yet, in order, as far as the budget allows."""
         starts, counts, taken = [], [], []
         for slot in slots:
             start = self._indexed.cells[slot]
@@ -141,7 +141,7 @@ class NgramIndexes:
         return bool(self._indexed.cells[slot] < self._length.cells[slot])
 
     def store(self, slot: int, token: int) -> None:
-        """Append one token to a slot, to be indexed later."""
+        """Append one token to a slot without indexing it."""
         length = self._length.cells[slot]
         if length == self._size.cells[slot] - 1:
             self._grow(slot)
@@ -204,7 +204,7 @@ class NgramIndexes:
         return tuple(found)
 
     def check(self, slot: int) -> None:
-        """Assert that every indexed place is in the chain of its head, and that chains lead back."""
+        """Assert that every indexed place is in the chain of its head, and that chains link backwards."""
         cells, base, size = self._arena.cells, self._base.cells[slot], self._size.cells[slot]
         assert 0 <= self._indexed.cells[slot] <= self._length.cells[slot] < size
         assert self._head.cells[slot] < 0 or not self.is_behind(slot)
@@ -250,7 +250,7 @@ class NgramIndexes:
         return np.minimum(matched, places)  # memory before the first token belongs to another sequence
 
     def _enter(self, slots: Longs, starts: Longs, counts: Longs) -> None:
-        """Put `counts` places of each slot from `starts` on into their chains, which hold all places before them."""
+        """Add `counts` places of each slot, from `starts` on, to their chains. All earlier places must be in them."""
         words = self._arena.words
         firsts = np.cumsum(counts) - counts
         places = np.arange(counts.sum()) + np.repeat(starts - firsts, counts)
@@ -266,7 +266,7 @@ class NgramIndexes:
         chains = base + sizes + places
         words[chains] = words[heads]
         count = max(1, len(places))
-        ordered = np.sort(heads * count + np.arange(len(places)))  # by head, then in their order
+        ordered = np.sort(heads * count + np.arange(len(places)))  # by head, then by place
         order = ordered % count
         (same,) = np.nonzero(np.diff(ordered // count) == 0)
         words[chains[order[same + 1]]] = places[order[same]]
@@ -297,7 +297,8 @@ class NgramIndexes:
         return lengths
 
     def _grow(self, slot: int) -> None:
-        """Double the number of heads of a slot. It is behind then, as all its tokens must be indexed again."""
+        """Double the number of heads of a slot. The slot is behind afterwards, because all its tokens must be indexed
+        again."""
         base, size, prompt = self._base.cells[slot], self._size.cells[slot], len(self._prompts[slot])
         self._make_extent(slot, 2 * size)
         words, grown = self._arena.words, self._base.cells[slot]

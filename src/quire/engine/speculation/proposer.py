@@ -24,28 +24,28 @@ class DraftProposer(Protocol):
 
     @property
     def num_ahead(self) -> int:
-        """How many tokens the sequence runs ahead before the engine asks again. 0: it is paced, or stays
-        paced. FOREVER: until `DraftProposers.observe` returns it. May change with each `observe` and `note_step`."""
+        """How many tokens the sequence runs ahead before the engine asks again. 0: it is paced, or stays paced.
+        FOREVER: until `DraftProposers.observe` returns it. May change with each `observe` and `note_step`."""
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Get the new tokens of a sequence that no step in flight computes: the result of a paced step, or the tokens
-        that it ran ahead since it was last paced, if `is_observed` is False."""
+        """Receive the new tokens of a sequence that no step in flight computes: the result of a paced step, or the
+        tokens that it ran ahead since it was last paced, if `is_observed` is False."""
 
     def propose(self, limit: int) -> tuple[int, ...]:
         """Return at most `limit` draft tokens for the next step of a paced sequence; often none."""
 
     def order(self, limit: int) -> int:
-        """Return how many tokens, at most `limit`, the runtime shall draft after the next step."""
+        """Return how many tokens, at most `limit`, the runtime must draft after the next step."""
 
     def offer(self, tokens: Sequence[int]) -> None:
-        """Get the tokens that the runtime drafted to follow the last observed one. Called after `observe`, if at
+        """Receive the tokens that the runtime drafted to follow the last observed one. Called after `observe`, if at
         all."""
 
     def result(self, num_drafted: int, num_accepted: int) -> None:
-        """Get the result of a step that verified a draft of this sequence. Called before `observe`."""
+        """Receive the result of a step that verified a draft of this sequence. Called before `observe`."""
 
     def clone(self) -> DraftProposer:
-        """Return a proposer for a fork of the sequence. It knows the same tokens, and no results of drafts."""
+        """Return a proposer for a fork of the sequence. It knows the same tokens, but no results of drafts."""
 
     def close(self) -> None:
         """Free what is kept for the sequence, which has ended. Idempotent. A proposer without references is freed
@@ -53,20 +53,20 @@ class DraftProposer(Protocol):
 
 
 class DraftProposers(Protocol):
-    """Makes a DraftProposer for each sequence of an engine, and learns what steps cost."""
+    """Makes a DraftProposer for each sequence of an engine, and measures what steps cost."""
 
     def begin(self, request: Submit) -> DraftProposer:
         """Return a proposer for a new sequence; NO_PROPOSER if it will get no drafts."""
 
     def observe(self, proposers: Sequence[DraftProposer], tokens: Ints) -> Sequence[int]:
-        """Get one new token of each of these sequences, which run ahead.
+        """Receive one new token of each of these sequences, which run ahead.
 
-        Returns the places of the sequences for which a draft is worth its cost now, at every call while that is so: the
-        engine should pace them. Fastest if the engine passes the same tuple while the batch stays the same.
+        Returns the indices of the sequences for which a draft is worth its cost now, at every call while that is so:
+        the engine should pace them. Fastest if the engine passes the same tuple while the batch stays the same.
         """
 
     def note_step(self, num_tokens: int, num_samples: int, seconds: float) -> None:
-        """Get the time that a step took, without waiting for earlier steps, and its numbers of computed tokens and
+        """Receive the time that a step took, without waiting for earlier steps, and its numbers of computed tokens and
         samples. Called after the tokens of the step were observed."""
 
 

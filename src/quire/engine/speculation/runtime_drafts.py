@@ -1,4 +1,5 @@
-"""Drafts that the runtime makes on order: with a draft model, or with the first layers of the same model."""
+"""Drafts that the runtime makes when ordered: with a draft model, an EAGLE head, or the first layers of the same
+model."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from quire.engine.speculation.proposer import NO_PROPOSER, DraftProposer
 from quire.types.request import Submit
 from quire.types.step import Ints
 
-FIRST_REST, LONGEST_REST = 16, 512  # tokens to run ahead after a draft that did not pay; doubles each time
-TRIAL = 2  # draft tokens after a rest, even if they are not expected to pay
-_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # the prior chance that a draft token is accepted, and how many tokens it counts for
-_COMMON_WEIGHT = 2.0  # how many of a sequence's own tokens the experience of all sequences counts for
+FIRST_REST, LONGEST_REST = 16, 512  # tokens to run ahead after a draft that was not worth its cost; doubles each time
+TRIAL = 2  # draft tokens after a rest, even if not expected to be worth their cost
+_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # prior probability that a draft token is accepted, and its weight in tokens
+_COMMON_WEIGHT = 2.0  # weight of the experience of all sequences, in tokens of a sequence
 _OWN_FORGET, _ALL_FORGET = 0.9, 0.995
 
 
 class Trials:
-    """When sequences for which drafts do not pay may try one, for all sequences of an engine: after 16 tokens, twice as
-    many after each step in which drafts failed, and 16 again after a draft that paid. So a draft model that is of no
-    use costs little, however short the answers are."""
+    """When sequences for which drafts are not worth their cost may try one, for all sequences of an engine together:
+    after 16 tokens, after twice as many for each step in which drafts failed, and after 16 again once a draft was worth
+    it. So a useless draft model costs little, however short the answers are."""
 
     def __init__(self) -> None:
-        self._tokens = FIRST_REST  # that must be generated between two trials
+        self._tokens = FIRST_REST  # tokens that must be generated between two trials
         self._since = 0  # tokens that resting sequences have generated since the last trial
         self._failed_in: int | None = None  # the step in which drafts failed last
 
@@ -44,7 +45,8 @@ class Trials:
         self._since = 0
 
     def note_result(self, step: int, *, pays: bool) -> None:
-        """Note whether drafts are expected to pay after one was verified. Those of one step fail together."""
+        """Note whether drafts are expected to be worth their cost after one was verified. Failures in one step count
+        once."""
         if pays:
             self._tokens = FIRST_REST
         elif step != self._failed_in:
@@ -52,7 +54,7 @@ class Trials:
 
 
 class RuntimeDraftProposers:
-    """Orders drafts from the runtime while they pay. A sequence runs ahead while they do not."""
+    """Orders drafts from the runtime while they are worth their cost. While they are not, sequences run ahead."""
 
     def __init__(self, config: SpeculationConfig, depth: int) -> None:
         self._num_tokens = config.num_tokens
@@ -74,9 +76,9 @@ class RuntimeDraftProposers:
 
 
 class RuntimeDraftProposer:
-    """Orders the drafts of one sequence. While drafts do not pay, the sequence rests: it runs ahead, each time twice as
-    far, before a short trial draft, for which the trials of all sequences must be due. A draft that was lost, as in a
-    preemption, is not proposed."""
+    """Orders the drafts of one sequence. While drafts are not worth their cost, the sequence rests: it runs ahead, each
+    time twice as far, before a short trial draft, which also requires that Trials allows one. A draft that was lost,
+    for example by a preemption, is not proposed."""
 
     is_observed = False
 
@@ -89,7 +91,8 @@ class RuntimeDraftProposer:
         if not trials.are_due:
             self._begin_rest()
         self._offered: tuple[int, ...] = ()
-        self._orders_probe = self._offers_probe = False  # whether the draft ordered, and offered, last is a probe
+        # Whether the last ordered, and the last offered, draft is a probe.
+        self._orders_probe = self._offers_probe = False
         self.num_ahead = self._rest
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -100,7 +103,7 @@ class RuntimeDraftProposer:
             self._rest = max(0, self._rest - len(tokens))
             self._on_trial = self._rest == 0 and self._trials.are_due
             if self._rest == 0 and not self._on_trial:
-                self._rest = FIRST_REST  # nothing was tried: it rests no longer for that
+                self._rest = FIRST_REST  # nothing was tried, so the rest does not grow
         self.num_ahead = self._rest
 
     def propose(self, limit: int) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Measures what steps cost by their number of tokens. DraftLengths uses it to tell whether a draft pays."""
+"""Measures what steps cost by their number of tokens. DraftLengths uses it to decide whether a draft is worth its
+cost."""
 
 from __future__ import annotations
 
@@ -9,24 +10,24 @@ _SINGLE = 16  # up to this many tokens, every number is a size class; above, an 
 _PER_OCTAVE = 2
 _PRIOR_SLOPE = 0.15  # the assumed cost of one more token before anything was measured, as a share of a one-token step
 _PRIOR_DRAFTING = 1.5  # the assumed cost of a step after which the runtime drafts, relative to one without
-_LARGEST_ERROR = 0.7  # the largest error, in log seconds, that one step counts for: it may be a pause of the machine
+_LARGEST_ERROR = 0.7  # largest error, in log seconds, with which one step counts: it may be a pause of the machine
 _SPEED_RATE = 0.3  # the weight of a new step in the estimate of the machine's speed
 _SHAPE_RATE = 0.03  # the least weight of a new step in the relative cost of its size class
-_NEW = 3  # the first steps of a size do not change the speed; the very first is ignored: machines warm up
+_NEW = 3  # the first steps of a size do not change the speed; the very first is ignored as warm-up
 
 
 class StepCosts:
-    """Relative costs of steps by their number of tokens. A measured time is the speed of the machine, which changes
-    with its other work, times a relative cost, which does not. Callers see only relative costs, so a slow period makes
-    no size look expensive.
+    """Relative costs of steps by their number of tokens.
 
-    Steps that hold prompts are not noted. `drafting` steps are those after which the runtime drafts.
+    A measured time is the speed of the machine, which changes with its other work, times a relative cost, which does
+    not. Callers see only relative costs, so a slow period makes no size look expensive. Steps with prompts are not
+    noted. `drafting` steps are those after which the runtime drafts.
     """
 
     def __init__(self) -> None:
         self._speed: float | None = None  # log seconds
         self._classes: dict[bool, dict[int, _SizeClass]] = {False: {}, True: {}}
-        self._known: dict[bool, list[_SizeClass]] = {}  # the same in order; made again after each step
+        self._known: dict[bool, list[_SizeClass]] = {}  # the same, sorted; rebuilt after each step
         self._extra: dict[tuple[int, bool], list[float]] = {}
 
     def note(self, num_tokens: int, seconds: float, *, drafting: bool = False) -> None:
@@ -43,8 +44,8 @@ class StepCosts:
         self._speed += _SPEED_RATE * classes[key].learn(num_tokens, seen - self._speed)
 
     def cost(self, num_tokens: int, *, drafting: bool = False) -> float:
-        """Return the relative cost of a step, interpolated between the two nearest known size classes, or by the
-        assumed costs from the only known one."""
+        """Return the relative cost of a step, interpolated between the two nearest known size classes, or extrapolated
+        from the only known one with the assumed costs."""
         known = self._known.get(drafting)
         if known is None:
             known = [each for each in self._classes[drafting].values() if each.count > 1]
@@ -61,8 +62,8 @@ class StepCosts:
     def extra(self, num_tokens: int, most: int, *, drafting: bool = False) -> list[float]:
         """Return how much more steps of 1, 2 ... `most` further tokens cost, as shares of a plain step of `num_tokens`.
 
-        A few tokens besides many cost too little to be measured. Their cost is a share of the cost of half as many
-        tokens again.
+        The cost of a few tokens in a large step is too small to measure. It is taken as a proportion of the cost of 50
+        % more tokens.
         """
         found = self._extra.setdefault((num_tokens, drafting), [])
         plain, far = self.cost(num_tokens), num_tokens // 2

@@ -1,4 +1,4 @@
-"""Memory for the n-gram proposer: columns of numbers by slot (SlotTable), and one growing array of tokens
+"""Memory for the n-gram proposer: columns with one value per slot (SlotTable), and one growing array of tokens
 (TokenArena)."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _RETURNED_WORDS = 1 << 14  # a freed extent of at least this many words goes bac
 
 
 class Column:
-    """One number per slot. `values` is an array for batches; `cells` is the same memory, for single reads and writes at
-    a third of numpy's cost. Both are replaced when the table grows."""
+    """One value per slot. `values` is an array for batches; `cells` is a view of the same memory for single reads and
+    writes at a third of numpy's cost. Both are replaced when the table grows."""
 
     __slots__ = ("_initial", "cells", "values")
 
@@ -91,7 +91,7 @@ class TokenArena:
 
     @property
     def num_words(self) -> int:
-        """Words that are handed out or were freed."""
+        """Words that are in use or were freed."""
         return self._used
 
     def allocate(self, num_words: int) -> int:
@@ -127,7 +127,7 @@ class TokenArena:
         self.cells = memoryview(self._map).cast("i")
 
     def check(self) -> None:
-        """Assert that freed extents do not overlap, and lie in what was handed out."""
+        """Assert that freed extents do not overlap and lie within the words handed out."""
         extents = sorted((start, start + size) for size, starts in self._free.items() for start in starts)
         for (_, end), (start, _) in pairwise(extents):
             assert end <= start

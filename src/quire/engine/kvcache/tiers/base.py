@@ -1,4 +1,4 @@
-"""The interface of the scheduler to the host, disk and remote tiers, and its implementation for an engine without
+"""The interface between the scheduler and the host, disk and remote tiers, and its implementation for an engine without
 tiers."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfe
 
 
 class SideSlot(NamedTuple):
-    """A host slot that holds a side block: the one with this name of a sequence's block number `place`."""
+    """A host slot that holds a side block: the one named `name` of a sequence's block number `place`."""
 
     place: int
     name: bytes
@@ -22,8 +22,11 @@ class SideSlot(NamedTuple):
 
 class TierHit(NamedTuple):
     """The cached prefix of a sequence, in tokens: whole blocks on the device, then host slots. Only the last slot may
-    hold a partial block. `sides` are the side blocks that a sequence needs to continue there. If all layers have a
-    window, blocks have no memory but that, and there are no `slots`."""
+    hold a partial block.
+
+    `sides` are the side blocks that a sequence needs to continue there. If all layers have a window, blocks have no
+    other memory, and `slots` is empty.
+    """
 
     num_tokens: int
     slots: tuple[Slot, ...] = ()
@@ -55,14 +58,14 @@ class Asked(NamedTuple):
     """A lookup of the blocks that other engines have."""
 
     number: int
-    num_blocks: int  # of the prefix, without side blocks
+    num_blocks: int  # blocks of the prefix, without side blocks
 
 
 class Tiers(Protocol):
     """Decides which KV blocks are kept in host memory and on disk, and collects the transfers that copy them there.
 
     A key is the content hash of a block. An owner swaps out blocks that must not be lost while it waits. No method
-    touches bytes, waits or fails.
+    copies bytes, waits or fails.
     """
 
     def find(self, match: Match, query: TierQuery) -> TierHit:
@@ -73,10 +76,13 @@ class Tiers(Protocol):
         Marks the host slots among them as used and changes nothing else."""
 
     def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None:
-        """Ask other engines for the blocks that continue the device's match. With `awaits`, the lookup waits a while
-        for blocks that are still being sent. `find_files` finds them when it is answered. An engine that only sends
-        blocks asks whether those of the match are still there: `on_hit` sends the others again. None: nothing is
-        asked."""
+        """Ask other engines for the blocks that continue the device's match; None: nothing is asked. With `awaits`, the
+        lookup waits for a limited time for blocks that are still being sent. When it is answered, `find_files` finds
+        the blocks.
+
+        An engine that only sends blocks asks whether the transport still has those of the match; `on_hit` sends the
+        missing ones again.
+        """
 
     def is_asking(self, asked: Asked) -> bool:
         """Whether a lookup has not been answered."""
@@ -96,11 +102,11 @@ class Tiers(Protocol):
         are written through."""
 
     def on_hit(self, match: Match) -> None:
-        """Send the blocks of the device's match again that other engines are to have and do not have any more."""
+        """Send those blocks of the device's match again that other engines should have but no longer have."""
 
     def to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:
-        """Return the memory, by key, that a sequence needs to continue after these first blocks of it: the blocks and
-        some of their side blocks."""
+        """Return the blocks of memory, by key, that a sequence needs to continue after its first blocks `blocks`: these
+        blocks and some of their side blocks."""
 
     def num_to_save(self, blocks: Mapping[bytes, int]) -> int | None:
         """Return how many of these blocks `swap_out` would have to save. None: host memory has no room for them."""
@@ -109,7 +115,7 @@ class Tiers(Protocol):
         """Save these blocks, by key, and hold their slots until `release_swapped`. Host memory must have room."""
 
     def release_swapped(self, owner: object) -> None:
-        """Let go of the slots that an owner's swapped blocks hold. Idempotent."""
+        """Release the slots that hold an owner's swapped blocks. Idempotent."""
 
     def keep_for_plan(self, slot: Slot) -> None:
         """Keep a slot until the plan under construction, which may load it, is complete."""
@@ -119,7 +125,7 @@ class Tiers(Protocol):
         slot is available now."""
 
     def release_fetched(self, keys: Sequence[bytes]) -> None:
-        """Let go of the slots that hold these fetched files: their requester was admitted, or has finished."""
+        """Release the slots that hold these fetched files, because their requester was admitted or has finished."""
 
     def is_fetching(self, key: bytes) -> bool:
         """Whether a file is being read into a host slot."""
@@ -139,14 +145,14 @@ class Tiers(Protocol):
         """Whether the executor may have completed transfers that no report has named yet."""
 
     def apply_report(self, report: TransferReport) -> None:
-        """Take note of the transfers that the executor has completed or that have failed."""
+        """Apply a report of transfers that the executor has completed or that have failed."""
 
     def transfer_seconds(self, num_saved: int, num_loaded: int) -> float:
         """Estimate the time to save `num_saved` blocks and to load `num_loaded`."""
 
     def note_recompute(self, blocks: Mapping[bytes, int]) -> None:
-        """Note that these blocks were not swapped out because `transfer_seconds` was too long. Now and then this saves
-        a few of them, to measure that time again."""
+        """Note that these blocks were not swapped out because `transfer_seconds` was too long. Occasionally saves a few
+        of them, to measure that time again."""
 
     def reset(self) -> None:
         """Forget all blocks and delete all files."""

@@ -10,18 +10,18 @@ from typing import NamedTuple
 from quire.engine.kvcache.tiers.host import HostTier, Slot
 from quire.types.transfer import FileMove, FoundFile, TransferReport
 
-MAX_PENDING = 256  # files that are written at once, and files that are fetched; never more than half of the slots
+MAX_PENDING = 256  # limit of files being written, and of files being fetched; at most half of the slots
 _GROWTH = 8  # after 8 written files, the limit of a disk that was full grows by an eighth
 
 
 class DiskIndex:
-    """The keys of all files in order of use. Together they take no more room than `quota` blocks; files that are still
-    being written count."""
+    """The keys of all files, in order of use. Together they take at most `quota` blocks, including files that are still
+    being written."""
 
     def __init__(self, quota: int) -> None:
         self.quota = quota
-        self._limit = quota  # less for a while after the disk was full
-        self._num_written = 0  # since the limit changed
+        self._limit = quota  # in blocks; lower than the quota for a while after the disk was full
+        self._num_written = 0  # files written since the limit changed
         self._files: OrderedDict[bytes, int] = OrderedDict()  # size of each in blocks, least recently used first
         self.num_used = 0  # blocks
         self.num_evicted = 0  # files
@@ -40,7 +40,7 @@ class DiskIndex:
         return evicted
 
     def add_found(self, files: Iterable[FoundFile]) -> list[bytes]:
-        """Add files of an earlier process, as used less recently than all files of the index. Returns the keys of the
+        """Add files of an earlier process, as used less recently than all files in the index. Returns the keys of the
         files that exceed the limit and must be deleted."""
         for file in sorted(files, key=lambda file: file.used_at, reverse=True):
             if file.key not in self._files:
@@ -62,7 +62,7 @@ class DiskIndex:
         self.num_used -= self._files.pop(key, 0)
 
     def on_disk_full(self) -> None:
-        """Lower the limit to the blocks there are now, but at least one."""
+        """Lower the limit to the current number of blocks, but at least one."""
         self._limit, self._num_written = max(min(self._limit, self.num_used), 1), 0
 
     def on_written(self) -> None:
@@ -106,7 +106,7 @@ class DiskTier:
     A file that cannot be written or read is forgotten.
     """
 
-    name, queue_full = "disk", "queue"  # in statistics: the tier, and a block that it could not take
+    name, queue_full = "disk", "queue"  # names in statistics: of the tier, and of blocks that it could not take
 
     def __init__(self, host: HostTier, quota: int) -> None:
         self._host, self.index = host, DiskIndex(quota)
@@ -135,7 +135,7 @@ class DiskTier:
         return len(self._storing) + len(self._fetching) + len(self._fetched)
 
     def store(self, key: bytes, slot: Slot) -> None:
-        """Write a slot's block to a file, unless there is one or too many files are being written."""
+        """Write a slot's block to a file, unless the file exists or too many files are being written."""
         if key in self.index:
             self.index.touch(key)
             return
@@ -167,7 +167,7 @@ class DiskTier:
         return left
 
     def release_fetched(self, keys: Sequence[bytes]) -> None:
-        """Let go of the slots that hold these fetched files: their requester was admitted, or has finished."""
+        """Release the slots that hold these fetched files, because their requester was admitted or has finished."""
         self._requested.difference_update(keys)
         for key in reversed(keys):
             if key in self._fetched:
@@ -210,7 +210,7 @@ class DiskTier:
         return [file.key for file in files if file.key not in self.index]
 
     def _add_to_host(self, key: bytes, slot: Slot) -> None:
-        """Make a fetched block findable in the host tier, unless its file was forgotten or the tier has the block."""
+        """Add a fetched block to the host tier, unless its file was forgotten or the host tier has the block."""
         if key in self.index and key not in self._host:
             self._host.assign(slot, key)
             slot.source = self.name
@@ -228,7 +228,8 @@ class DiskTier:
                 self._host.release(pending.pop(key))
 
     def clear(self) -> None:
-        """Delete all files, also those that no report has named yet. Cancels the transfers that no plan has taken."""
+        """Delete all files, including those that no report has named yet. Cancels the transfers that no plan has
+        taken."""
         for move in self._stores:
             self._host.release(self._storing.pop(move.key))
         for move in self._fetches:

@@ -6,8 +6,8 @@ from collections import OrderedDict
 
 
 class Slot:
-    """The place of one KV block in host memory. `key` is the content hash of its block; None: it holds no block that
-    can be found."""
+    """The place of one KV block in host memory. `key` is the content hash of its block; None: lookups find no block in
+    it."""
 
     __slots__ = ("holds", "key", "number", "source")
 
@@ -18,16 +18,16 @@ class Slot:
         self.source = "host"  # "disk", "remote": its block came from there and has not been loaded since
 
     def take_source(self) -> str:
-        """Return the tier that a load of this slot counts for: for the first load after a fetch that from which the
-        block was fetched, else "host"."""
+        """Return the tier that a load of this slot counts for: the tier from which the block was fetched for the first
+        load after a fetch, otherwise "host"."""
         tier, self.source = self.source, "host"
         return tier
 
 
 class HostTier:
-    """Indexes the slots by key and keeps the idle ones, which have a key and no holds, in order of use.
+    """Indexes the slots by key, and keeps the idle ones (with a key and without holds) in order of use.
 
-    When no slot is free, the idle slot that was used least recently is evicted.
+    When no slot is free, the least recently used idle slot is evicted.
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -19,8 +19,8 @@ from quire.engine.kvcache.tiers.transfer_time import TransferTime
 from quire.types.stats import TierStats
 from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfers
 
-_AWAITED_SECONDS = 2.0  # how long the blocks of a prompt that another engine has just computed are awaited, at most
-_SAMPLE = 2  # blocks that are saved to measure how long a save takes
+_AWAITED_SECONDS = 2.0  # longest wait for the blocks of a prompt that another engine has just computed
+_SAMPLE = 2  # blocks saved to measure how long a save takes
 
 
 class TierManager:
@@ -34,7 +34,7 @@ class TierManager:
     def __init__(self, config: TierConfig, tree: PrefixTree, block_size: int) -> None:
         self._tree, self._block_size, self._config = tree, block_size, config
         self._sides = SideKeys(tree.pool, block_size) if isinstance(tree.pool, GroupedPool) else None
-        self._only_sides = tree.pool.names_memory  # blocks have no memory but their side blocks
+        self._only_sides = tree.pool.names_memory  # blocks have no memory except their side blocks
         self._host = HostTier(config.host_blocks)
         self._disk = DiskTier(self._host, config.disk_blocks)
         self._remote = None if config.transport is None else RemoteTier(self._host, config.transport)
@@ -72,7 +72,7 @@ class TierManager:
         return TierHit(num_tokens, tuple(slots))
 
     def _find_with_sides(self, match: Match, query: TierQuery) -> TierHit:
-        """`find` for a model with groups of layers: up to where the side blocks are in host memory too."""
+        """`find` for a model with groups of layers: up to a block whose side blocks are in host memory too."""
         keys, needed = self._needed(match, query, self._host.__contains__)
         if needed is None:
             return TierHit(match.num_tokens)
@@ -83,8 +83,8 @@ class TierManager:
     def _needed(
         self, match: Match, query: TierQuery, has: Callable[[bytes], bool]
     ) -> tuple[list[bytes], Needed | None]:
-        """Return up to where a sequence can continue the device's match with what is at hand, by `has`, and the keys of
-        the blocks up to there that have memory of their own."""
+        """Return the keys of the blocks that continue the device's match, up to where a sequence can continue with the
+        blocks for which `has` is true, and the side blocks it needs there."""
         assert self._sides is not None
         following = self._behind(match, query)
         keys = list(following if self._only_sides else takewhile(has, following))
@@ -116,7 +116,8 @@ class TierManager:
                 files.append(following)
             else:
                 break
-        for slot in reversed(slots):  # the files evict other blocks before these, and the last of these first
+        # So that the files evict other blocks before these, and of these the last one first.
+        for slot in reversed(slots):
             self._host.touch(slot)
         return files
 
@@ -130,7 +131,7 @@ class TierManager:
 
     @property
     def _num_files(self) -> int:
-        """Blocks behind host memory that are known."""
+        """Known blocks in the tiers behind host memory."""
         return len(self._disk.index) + (0 if self._gets is None else len(self._gets.index))
 
     @property
@@ -151,8 +152,8 @@ class TierManager:
         return None if number is None else Asked(number, num_blocks)
 
     def _to_get(self, match: Match, query: TierQuery) -> tuple[list[bytes], list[bytes]]:
-        """Return the blocks that continue the device's match and that no tier of this engine has, and the side blocks
-        that may be of use with them. Empty if there are none of the first."""
+        """Return the keys to look up in other engines: those that continue the device's match and that no tier of this
+        engine has, and the side blocks that may be useful with them. Empty if there are none of the former."""
         keys = list(self._behind(match, query))
         needed, others = list(keys), list[bytes]()
         if self._sides is not None:
@@ -162,7 +163,8 @@ class TierManager:
         return awaited, [key for key in others if key not in self._host] if awaited else []
 
     def _sent_keys(self, match: Match, query: TierQuery) -> Iterator[bytes]:
-        """Return the keys of the device's match with its side blocks, and of what continues it in host memory."""
+        """Yield the keys of the device's match with its side blocks, and of the blocks that continue it in host
+        memory."""
         for node in nodes_to(match.node):
             for index, block in enumerate(node.blocks):
                 key = self._tree.key_of(node, index)
@@ -199,7 +201,8 @@ class TierManager:
         return self._chain(key, query.tokens, match.num_blocks, stop)
 
     def _chain(self, key: bytes, tokens: bytes, start: int, stop: int) -> Iterator[bytes]:
-        """Return the keys of the full blocks `start` to `stop`. `key` is the key of the block before them."""
+        """Return the keys of the full blocks `start` to `stop` (exclusive). `key` is the key of the block before
+        them."""
         width = self._block_size * TOKEN_BYTES
         return chain_keys(key, (tokens[index * width : (index + 1) * width] for index in range(start, stop)))
 
@@ -232,9 +235,9 @@ class TierManager:
                 self.on_publish(node, 0)
 
     def _save_sides(self, node: Node, first: int, keys: list[bytes]) -> None:
-        """Save the side blocks with which a sequence can continue after a run, and the states that are kept in it."""
+        """Save the side blocks with which a sequence can continue after a run, and the states kept within the run."""
         assert self._sides is not None
-        end = node.end if self._remote is None else node.end - 1  # others compute a prompt's last token again
+        end = node.end if self._remote is None else node.end - 1  # other engines compute a prompt's last token again
         for place, key in enumerate(keys, first):
             is_seen = self._sides.is_seen(node.start + place, end)
             for side, block in self._sides.of(key, node.blocks[place], windows=is_seen):

@@ -1,4 +1,4 @@
-"""The remote tier: KV blocks that a transport carries to and from other engines, by the same keys as files."""
+"""The remote tier: KV blocks that a KV transport carries to and from other engines, under the same keys as files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quire.engine.kvcache.tiers.disk import DiskTier
 from quire.engine.kvcache.tiers.host import HostTier, Slot
 from quire.types.transfer import FileMove, Lookup, TransferReport
 
-MAX_KNOWN = 1 << 16  # keys that the transport is known to have; it may have evicted some of them
-_MAX_LOOKUPS = 256  # at a time; further groups compute what is missing
+MAX_KNOWN = 1 << 16  # remembered keys that the transport has; it may have evicted some of them since
+_MAX_LOOKUPS = 256  # lookups at a time; further groups compute what is missing
 
 
 class RemoteTransfers(NamedTuple):
@@ -26,8 +26,8 @@ class RemoteTransfers(NamedTuple):
 class RemoteTier(DiskTier):
     """Collects the transfers that put, get and look up blocks of other engines, and applies the reports about them.
 
-    It differs from the disk tier in that it learns by lookups which blocks there are, and deletes none. `index` holds
-    what it has learnt. A block that turns out to be gone, damaged or late is forgotten and computed instead.
+    Unlike the disk tier, it learns from lookups which blocks exist, and deletes none. `index` holds the keys it has
+    learnt. A block that turns out to be gone, damaged or late is forgotten and computed instead.
     """
 
     name, queue_full = "remote", "transport_queue"
@@ -35,7 +35,8 @@ class RemoteTier(DiskTier):
     def __init__(self, host: HostTier, config: TransportConfig) -> None:
         super().__init__(host, MAX_KNOWN)
         self._config = config
-        self.max_pending = max(host.num_slots // 2, 1)  # all blocks of a prompt, if host memory has room for them
+        # Half of the slots, so that all blocks of a prompt may be pending.
+        self.max_pending = max(host.num_slots // 2, 1)
         self._lookups: list[Lookup] = []
         self._asked: dict[int, tuple[bytes, ...]] = {}  # the keys of lookups that no report has answered
         self._next_number = self._num_ordered = 0
@@ -48,12 +49,12 @@ class RemoteTier(DiskTier):
 
     @property
     def put_counts(self) -> tuple[int, int]:
-        """Blocks that were to be put so far, and those of them that were put or given up."""
+        """Return how many blocks were to be put so far, and how many of them were put or given up."""
         return self._num_ordered, self._num_ordered - len(self._storing)
 
     def ask(self, awaited: Sequence[bytes], others: Sequence[bytes], seconds: float) -> int | None:
-        """Look up which of these blocks the transport has. It waits up to `seconds` for the `awaited` ones. Returns the
-        number of the lookup. None: too many lookups are under way."""
+        """Look up which of these blocks the transport has. The lookup waits up to `seconds` for the `awaited` ones.
+        Returns the number of the lookup; None: too many lookups are pending."""
         if len(self._asked) >= _MAX_LOOKUPS:
             self.failures[self.queue_full] += 1
             return None
@@ -86,7 +87,7 @@ class RemoteTier(DiskTier):
     def take_remote(self) -> RemoteTransfers:
         transfers = RemoteTransfers(tuple(self._stores), tuple(self._fetches), tuple(self._lookups))
         self._lookups.clear()
-        super().take_transfers()  # what it drops is forgotten here, and stays with the transport
+        super().take_transfers()  # dropped keys are forgotten here, and the transport keeps the blocks
         return transfers
 
     def apply_report(self, report: TransferReport) -> None:

@@ -1,4 +1,4 @@
-"""The side blocks of a model with groups of layers in the tiers: under which keys, and which a sequence needs."""
+"""The side blocks of models with groups of layers in the tiers: their keys, and which of them a sequence needs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """How many more blocks a sequence can continue after, and the side blocks that it needs for that."""
+    """After how many more blocks a sequence can continue, and the side blocks that it needs there."""
 
     num_blocks: int
     sides: tuple[Side, ...]
 
 
 class SidesToAsk(NamedTuple):
-    """The keys of side blocks: those that a sequence needs to continue after the last of some blocks, and further ones
-    with which it could continue after an earlier one."""
+    """Keys of side blocks: those that a sequence needs to continue after the last of some blocks, and others with which
+    it could continue after an earlier one."""
 
     needed: list[bytes]
     others: list[bytes]
 
 
 class SideKeys:
-    """Knows which side blocks the blocks of a model have. A side block's key is made from its block's key."""
+    """Computes the keys of the side blocks of blocks. A side block's key is derived from its block's key."""
 
     def __init__(self, pool: GroupedPool, block_size: int) -> None:
         self._pool, self._block_size, groups = pool, block_size, pool.groups
@@ -46,7 +46,7 @@ class SideKeys:
         self._states = [b"state %d" % place for place in range(groups.blocks_per_state)] if groups.num_states else []
 
     def of(self, key: bytes, block: int, *, windows: bool = True) -> Iterator[tuple[bytes, int]]:
-        """Yield the key and the id of every side block that a block has; without `windows`, of its state alone."""
+        """Yield the key and the id of every side block of a block; without `windows`, only those of its state."""
         for name, side in self._pool.sides(block):
             if windows or name in self._states:
                 yield side_key(key, name), side
@@ -56,7 +56,7 @@ class SideKeys:
         return index >= self._pool.first_seen(num_blocks * self._block_size)
 
     def to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:
-        """Return the side blocks, by key, that a sequence needs to continue after these first blocks of it."""
+        """Return the side blocks, by key, that a sequence needs to continue after its first blocks `blocks`."""
         found: dict[bytes, int] = {}
         for index, (key, block) in enumerate(blocks.items()):
             is_last = index == len(blocks) - 1
@@ -66,8 +66,9 @@ class SideKeys:
         return found
 
     def to_ask(self, num_before: int, keys: Sequence[bytes]) -> SidesToAsk:
-        """Return the side blocks to look up with the blocks with these keys, which follow `num_before` blocks: all
-        window blocks, and the states after the last block and after every 1,024 tokens, where prompts keep them."""
+        """Return the side blocks to look up together with the blocks `keys`, which follow `num_before` blocks: all
+        window blocks, and the states after the last block and after every 1,024 tokens, where prompts keep
+        checkpoints."""
         ends = SidesToAsk([], [])
         end = num_before + len(keys)
         for index, key in enumerate(keys, num_before):
@@ -79,8 +80,8 @@ class SideKeys:
         return ends
 
     def needed(self, num_before: int, keys: Sequence[bytes], has: Callable[[bytes], bool]) -> Needed | None:
-        """Return how many of the blocks with these keys, which follow `num_before` blocks, a sequence can continue
-        after: all side blocks that it needs there are at hand, by `has`. None: it can continue after none of them."""
+        """Return after how many of the blocks `keys`, which follow `num_before` blocks, a sequence can continue: `has`
+        is true for all side blocks that it needs there. None: after none of them."""
         count = len(keys)
         while count > 0:
             sides = [Side(num_before + count - 1, name, side_key(keys[count - 1], name)) for name in self._states]
@@ -91,7 +92,7 @@ class SideKeys:
             for place in range(count - 1, first - 1, -1):
                 sides += [Side(num_before + place, name, side_key(keys[place], name)) for name in self._windows]
                 if not all(has(side.key) for side in sides[len(sides) - len(self._windows) :]):
-                    count = place  # whatever ends behind this block sees it
+                    count = place  # a sequence that ends after this block needs it
                     break
             else:
                 return Needed(count, tuple(sides))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from quire.types.transfer import TransferReport
 
-_ASSUMED_BANDWIDTH = 4e9  # bytes a second, until a copy was measured
+_ASSUMED_BANDWIDTH = 4e9  # bytes per second, until a copy was measured
 _ASSUMED_SECONDS = 1e-4  # for a block of unknown size, until a copy was measured
-_DECAY = 0.8  # by which every report multiplies the weight of all earlier ones
-_MEASURE_AFTER = 8  # recomputes that rely on an estimate, after which it is measured again; doubles every time
+_DECAY = 0.8  # every report multiplies the weight of all earlier ones by this
+_MEASURE_AFTER = 8  # recomputes decided by an estimate, after which it is measured again; doubles every time
 
 
 class _Direction:
@@ -27,8 +27,8 @@ class _Direction:
 
 
 class TransferTime:
-    """The seconds to save a block to host memory and to load it again. A direction that was never measured is assumed
-    to be as fast as the other."""
+    """Estimates the seconds to save a block to host memory and to load it again. A direction that was never measured is
+    assumed to be as fast as the other."""
 
     def __init__(self, block_bytes: int) -> None:
         self._assumed = block_bytes / _ASSUMED_BANDWIDTH if block_bytes else _ASSUMED_SECONDS

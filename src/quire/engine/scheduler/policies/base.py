@@ -15,7 +15,7 @@ Key = tuple[float, ...]
 
 
 class SchedulerView(Protocol):
-    """What policies may read of the scheduler. They change nothing in it."""
+    """The part of the scheduler that policies may read. They must not change it."""
 
     waiting: GroupQueue
     running: RunningGroups
@@ -41,21 +41,19 @@ class SchedulerView(Protocol):
 
 
 class Policy:
-    """The base class of all policies: it admits groups in order of arrival. Subclasses override what they decide
-    otherwise.
+    """The base class of all policies: it admits groups in order of arrival. Subclasses override single decisions.
 
     The scheduler calls `added`, `admitted` and `removed` for every group; a preempted group is removed and added again.
-    It calls `deferred` for a waiting group that must not be admitted yet, as another request computes the same prefix,
-    its blocks are read from disk, or there is no slot for its LoRA adapter, and `resumed` when it may. The waiting
-    queue skips deferred groups, and so must `choose`.
+    It calls `deferred` for a waiting group that must not be admitted yet, because another request computes the same
+    prefix, its blocks are being read from disk, or there is no slot for its LoRA adapter, and `resumed` when it may be
+    admitted. The waiting queue skips deferred groups, and so must `choose`.
     """
 
     counts_outputs = False  # whether the engine calls `note_generated` and `note_generated_paced`
 
     def key(self, group: Group) -> Key:
-        """Return the sort key of a waiting or running group: unique, and it must never change. The
-        smallest key is admitted first; the group with the largest key is preempted first.
-        """
+        """Return the sort key of a waiting or running group. It must be unique and must never change. The smallest key
+        is admitted first; the group with the largest key is preempted first."""
         return (group.ordinal,)
 
     def choose(self, view: SchedulerView) -> Group | None:
@@ -63,12 +61,12 @@ class Policy:
         return view.waiting.first()
 
     def rank(self, group: Group) -> Key:
-        """Return where a waiting group is at present in the order of admission, deferred groups included; the smallest
-        rank is first. Unlike the key, it may change."""
+        """Return the current position of a waiting group in the order of admission, including deferred groups; the
+        smallest rank is first. Unlike the key, it may change."""
         return self.key(group)
 
     def likely_next(self, view: SchedulerView, count: int) -> list[Group]:
-        """Return up to `count` groups that are likely to be admitted next. Decides nothing."""
+        """Return up to `count` groups that are likely to be admitted next. The result decides nothing."""
         return view.waiting.head(count)
 
     def overtakes(self, waiting: Group, running: Group) -> bool:  # noqa: ARG002 - for subclasses
@@ -88,25 +86,25 @@ class Policy:
         return 0
 
     def added(self, group: Group, view: SchedulerView) -> None:
-        """A group was added to the waiting queue."""
+        """Note that a group was added to the waiting queue."""
 
     def deferred(self, group: Group) -> None:
-        """A waiting group must not be admitted for now."""
+        """Note that a waiting group must not be admitted for now."""
 
     def resumed(self, group: Group) -> None:
-        """A deferred group may be admitted again."""
+        """Note that a deferred group may be admitted again."""
 
     def admitted(self, group: Group, view: SchedulerView) -> None:
-        """A group was admitted. Its sequences have rows."""
+        """Note that a group was admitted. Its sequences have rows."""
 
     def note_generated(self, rows: Ints) -> None:
-        """Each of these rows, which run ahead, has generated a token."""
+        """Note that each of these rows, which run ahead, has generated a token."""
 
     def note_generated_paced(self, group: Group, num_tokens: int) -> None:
-        """Paced sequences of a group have generated `num_tokens` tokens."""
+        """Note that paced sequences of a group have generated `num_tokens` tokens."""
 
     def removed(self, group: Group, view: SchedulerView) -> None:
-        """A group ended or was preempted. `group.is_running` tells whether it was running or waiting."""
+        """Note that a group ended or was preempted. `group.is_running`: it was running, not waiting."""
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` tokens took `seconds`."""
+        """Note that a step of `num_tokens` tokens took `seconds`."""

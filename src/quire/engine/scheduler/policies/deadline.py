@@ -1,4 +1,5 @@
-"""Earliest deadline first: deadlines of first tokens order the queue, and a target time per token bounds steps."""
+"""Earliest deadline first: the deadline of its first token orders a request in the queue, and a target time per token
+bounds steps."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from quire.engine.scheduler.policies.base import Key, Policy, SchedulerView
 from quire.engine.scheduler.step_time import StepCurve
 
 _LEAST_SHARE = 32  # at least 1 / _LEAST_SHARE of a full step's budget is for prompts, however late the decodes are
-_AIM = 0.9  # of the target: steps of one size do not all take the same time
+_AIM = 0.9  # of the target, because step times vary for steps of the same size
 
 
 class ByDeadline(Policy):

@@ -14,13 +14,13 @@ from quire.engine.scheduler.queue import GroupQueue
 from quire.types.step import Ints
 
 _MANY_TENANTS = 1_024  # remembered tenants, above which idle ones are forgotten
-_MANY_ENTRIES = 64  # entries of a heap, above which those of tenants that are no members any more are removed
+_MANY_ENTRIES = 64  # entries of a heap, above which entries of former members are removed
 
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
     waiting: GroupQueue
-    slot: int  # its place in arrays over tenants
+    slot: int  # its index in arrays over tenants
     counter: float = 0.0  # the service it got, in weighted tokens; raised when it comes back from idle
     turn: int = 0  # grows each time the tenant begins to wait, so it is unique among waiting tenants
     num_running: int = 0
@@ -32,10 +32,10 @@ def _rank(tenant: _Tenant) -> tuple[float, int]:
 
 
 class _TenantHeap:
-    """Tenants in a heap by their rank, with lazy updates. `is_member` tells which tenants belong in it.
+    """Tenants in a heap by their rank, with lazy updates. `is_member` returns whether a tenant belongs in it.
 
-    Ranks only grow, so the rank in an entry is at most its tenant's present rank. When an outdated entry gets to the
-    top, `first` replaces it, or removes it if its tenant is no member any more.
+    Ranks only grow, so the rank in an entry is at most its tenant's current rank. When an outdated entry gets to the
+    top, `first` replaces it, or removes it if its tenant is no longer a member.
     """
 
     def __init__(self, is_member: Callable[[_Tenant], bool]) -> None:
@@ -114,7 +114,7 @@ class Fair(Policy):
         self._free_slots: list[int] = []
         self._slot_of_row = np.zeros(num_rows, dtype=np.int64)
         self._outputs = np.zeros(1, dtype=np.int64)  # generated tokens by slot that are not added to the counters yet
-        self._has_outputs = False  # whether any is
+        self._has_outputs = False  # whether there are any
 
     def counter(self, tenant: str) -> float:
         """Return the service that a tenant got, in weighted tokens."""

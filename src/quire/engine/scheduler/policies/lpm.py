@@ -10,7 +10,7 @@ from quire.engine.scheduler.policies.overtaking import Overtaking
 class LongestPrefix(Overtaking):
     """Admits prompts with a common prefix one after the other, while the prefix is cached.
 
-    Each group is looked up once for each plan, however many groups the plan admits.
+    Each group is looked up once per plan, however many groups the plan admits.
     """
 
     def __init__(self, window: int, max_overtakes: int) -> None:

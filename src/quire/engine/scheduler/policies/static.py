@@ -27,7 +27,7 @@ class StaticBatch(Policy):
         return max(self._padded, group.limit)
 
     def deferred(self, group: Group) -> None:
-        self._batch.pop(group, None)  # a later batch has it
+        self._batch.pop(group, None)  # a later batch will contain it
 
     def removed(self, group: Group, view: SchedulerView) -> None:  # noqa: ARG002 - Policy's signature
         self._batch.pop(group, None)

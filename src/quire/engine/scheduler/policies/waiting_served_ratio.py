@@ -16,7 +16,7 @@ class WaitingServedRatio(Policy):
 
     def __init__(self, ratio: float, max_waiting_tokens: int) -> None:
         self._ratio, self._max_waiting_tokens = ratio, max_waiting_tokens
-        self._last_in_wave = -1  # the ordinal of the last group in the present wave
+        self._last_in_wave = -1  # the ordinal of the last group in the current wave
         self._is_admitting = False  # the last step admitted a group
         self._admitted_tick = 0
 
