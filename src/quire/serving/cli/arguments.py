@@ -1,4 +1,4 @@
-"""The flags of every command, in the names vLLM's users know. Defaults live where the settings live."""
+"""The flags that commands share, with vLLM's names, and the parser. Default values are those of the settings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from quire.config.arguments import EngineSettings
     from quire.types.sampling import SamplingParams
 
-Commands = argparse._SubParsersAction  # the type argparse gives `add_subparsers`; it has no public name
+Commands = argparse._SubParsersAction  # the type of `add_subparsers`, which has no public name
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """What the engine then checks field by field."""
+    """Parse a JSON object. The engine checks its members."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -106,7 +106,7 @@ ENGINE_SWITCHES = {
     "--enforce-eager": "capture no step as a CUDA graph: slower, for finding faults",
     "--enable-expert-parallel": "the ranks of --tensor-parallel-size have whole experts, not a part of every expert",
 }
-SHORT_FLAGS = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}  # as vLLM has them
+SHORT_FLAGS = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}  # vLLM's short names
 ENGINE_CHOICES = {"--enable-prefix-caching": "keep computed prompts and answers for prompts that begin alike (on)"}
 LORA_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--max-loras": (int, "LoRA adapters in one step: slots on the device (8)"),
@@ -127,21 +127,21 @@ SAMPLING_FLAGS = {
 
 
 class Examples(TypedDict):
-    """The keywords that give a parser its examples."""
+    """The keyword arguments that add examples to a parser."""
 
     epilog: str
     formatter_class: type[argparse.HelpFormatter]
 
 
 def examples(commands: dict[str, str]) -> Examples:
-    """Commands and what they do, at the end of `--help`."""
+    """Return the keyword arguments that show commands and their descriptions at the end of `--help`."""
     lines = "\n".join(f"  {command}\n      {meaning}" for command, meaning in commands.items())
     return {"epilog": f"examples:\n{lines}", "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that takes no abbreviations and whose errors are one line: the cause, what may have been meant
-    and where to read on."""
+    """An argument parser without abbreviations. Its errors are one line: the cause, a suggestion, and the help
+    command."""
 
     def __init__(self, *, prog: str, description: str, **options: Any) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
@@ -150,11 +150,11 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments of one command. A flag that the command does not know is an error at once, but for the
-        flags of vLLM that ask for nothing or have another name here."""
+        """Parse the arguments of one command. Unknown flags are an error, except vLLM's flags that have no effect or
+        another name here."""
         own: list[str] = list(sys.argv[1:] if args is None else args)
         foreign: list[tuple[str, Any]] = []
-        if "--dtype" in self._option_string_actions:  # of a command that runs an engine
+        if "--dtype" in self._option_string_actions:  # this command runs an engine
             own, foreign = split_vllm_flags(own, self)
         parsed, unknown = super().parse_known_args(own, namespace)
         if unknown and self._subparsers is None:
@@ -253,7 +253,8 @@ def add_doctor(commands: Commands[OneLineParser]) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
-    """The engine settings that were given; the rest keep their defaults. A seed of -1 means any: no setting."""
+    """Return the engine settings that were given; all others keep their defaults. A seed of -1 means a random seed and
+    is left out."""
     flags = (*ENGINE_FLAGS, *ENGINE_SWITCHES, *ENGINE_CHOICES, "--scheduling-policy", "--task")
     flags += (*LORA_FLAGS, "--enable-lora", "--lora-modules", "--lora-experts", "--lora-dir")
     given = {name: getattr(args, name) for flag in flags if (name := field_of(flag)) in args}
@@ -263,7 +264,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
 
 
 def sampling_params(args: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
-    """The sampling asked for, on top of `defaults` and the command's own. Raises InvalidRequest."""
+    """Return the sampling parameters of the flags, on top of `defaults`. Raises InvalidRequest."""
     from quire.types.sampling import SamplingParams
 
     given = {"n": getattr(args, "n", 1), "seed": args.seed, "stop": args.stop or (), **given_sampling(args)}
@@ -271,7 +272,7 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams | None = 
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling flags that were given or have a default, by their parameters' names."""
+    """Return the sampling flags that were given or have a default, by parameter name."""
     return {name: getattr(args, name) for flag in SAMPLING_FLAGS if (name := field_of(flag)) in args}
 
 

@@ -120,7 +120,7 @@ def _add_latency(kinds: Commands[OneLineParser]) -> None:
 
 
 def _add_workload(parser: argparse.ArgumentParser, num_prompts: int) -> None:
-    """`num_prompts`: the default number of random requests."""
+    """Add the flags of the workload. `num_prompts` is the default number of random requests."""
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--num-prompts", type=int, metavar="N", help=f"how many requests ({num_prompts}; of a --workload: all)"

@@ -1,7 +1,7 @@
-"""Where structured outputs are tried first: `python -m quire.serving.process.grammar_child FD`.
+"""The child process that tries structured outputs: `python -m quire.serving.process.grammar_child FD`.
 
-This process knows the vocabulary and compiles nothing itself. For each check it forks a child that may use little time
-and memory; whatever happens to that one, this process answers and goes on.
+This process holds the vocabulary and compiles nothing itself. For each check it forks a process with limits on time and
+memory. If that process fails or is killed, this one answers the check and continues.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from quire.engine.decoding.vocabulary import Vocabulary
 from quire.serving.text.answer_grammar import AnswerPlan, build_grammar, parts_of
 from quire.types.errors import InvalidRequest
 
-CPU_SECONDS = 0.5  # of one check: what is hostile ends so
-WALL_SECONDS = 10.0  # from its start: it gets no processor where others take them all
-MEMORY_BYTES = 256 << 20  # more than this process has
-RESIDENT_BYTES = 32 << 20  # that compiling and following a grammar may take; the engine would keep them
-FOLLOWED_TOKENS = 48  # of an answer that every grammar is followed for ...
-FOLLOW_SECONDS = 0.2  # ... or until this much processor time is used
-LAST_MASKS = 8  # of those, whose mean time counts
-MASK_SECONDS = 0.01  # of processor time for one token; the usual is below 0.001
-STACK_BYTES = 2 << 20  # less than any thread of the engine has
-PARALLEL = 16  # checks share the processors, so that quick ones do not wait for slow ones
-NICENESS = 5  # checks give way to the engine
+CPU_SECONDS = 0.5  # CPU time of one check: stops hostile grammars
+WALL_SECONDS = 10.0  # elapsed time of one check: on a busy machine it gets little CPU time
+MEMORY_BYTES = 256 << 20  # address space of a check, in addition to this process's
+RESIDENT_BYTES = 32 << 20  # that compiling and following a grammar may use; the engine keeps them
+FOLLOWED_TOKENS = 48  # tokens of an answer for which every grammar is followed ...
+FOLLOW_SECONDS = 0.2  # ... or until this much CPU time is used
+LAST_MASKS = 8  # number of last tokens over which the time is averaged
+MASK_SECONDS = 0.01  # limit of the mean CPU time for one token; usually it is below 0.001
+STACK_BYTES = 2 << 20  # less than any engine thread has
+PARALLEL = 16  # checks at the same time, so that quick ones do not wait for slow ones
+NICENESS = 5  # lower scheduling priority than the engine
 TOO_LONG = "takes too long to compile"
-_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")  # in a grammar the user has not written
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")  # removed from errors
 _DEATHS: dict[int, str] = {signal.SIGSEGV: "is nested too deeply", signal.SIGABRT: "needs too much memory to compile"}
 
 
 def read_vocabulary(channel: Connection) -> Vocabulary:
-    """What `write_vocabulary` sent. It encodes nothing."""
+    """Read the vocabulary that `write_vocabulary` sent. It cannot encode text."""
     special_ids = json.loads(channel.recv_bytes())
     lengths = array.array("I", channel.recv_bytes())
     blob, tokens, start = channel.recv_bytes(), [], 0
@@ -64,7 +64,8 @@ def write_vocabulary(channel: Connection, vocabulary: Vocabulary) -> None:
 
 
 def try_plan(tokens: GrammarTokens, plan: AnswerPlan) -> str:
-    """Return the grammar of `plan`, compiled and followed for some tokens. Raises InvalidRequest naming the field."""
+    """Return the grammar of `plan` after compiling it and following it for some tokens. Raises InvalidRequest that
+    names the invalid field."""
     grammar = build_grammar(plan)
     reason = _fault(tokens, grammar)
     if not reason:
@@ -74,7 +75,7 @@ def try_plan(tokens: GrammarTokens, plan: AnswerPlan) -> str:
 
 
 def _fault(tokens: GrammarTokens, grammar: str) -> str:
-    """Compile a grammar and follow it for some tokens. Returns what is wrong with it; empty if nothing is."""
+    """Compile a grammar and follow it for some tokens. Returns what is wrong with it, or ""."""
     before = _resident_bytes()
     state = tokens.begin(grammar)
     seconds: deque[float] = deque(maxlen=LAST_MASKS)
@@ -104,7 +105,8 @@ def _resident_bytes() -> int:
 
 
 def _field_at_fault(tokens: GrammarTokens, plan: AnswerPlan) -> str:
-    """Return the field of the first part of a plan that fails alone; the whole plan's if none does."""
+    """Return the field of the first part of a plan that fails without the others, or the whole plan's field if none
+    does."""
     parts = parts_of(plan)
     if len(parts) > 1:
         for field_name, part in parts:
@@ -115,10 +117,10 @@ def _field_at_fault(tokens: GrammarTokens, plan: AnswerPlan) -> str:
 
 @dataclass(slots=True)
 class _Check:
-    """A child at work."""
+    """A forked process that tries a plan, and what it has sent so far."""
 
     number: int
-    field_name: str  # named by a refusal
+    field_name: str  # the field that a refusal names
     pid: int
     deadline: float
     said: bytearray = field(default_factory=bytearray)
@@ -130,7 +132,7 @@ class CheckServer:
     def __init__(self, channel: Connection, tokens: GrammarTokens) -> None:
         self._channel, self._tokens = channel, tokens
         self._waiting: deque[tuple[int, AnswerPlan]] = deque()
-        self._running: dict[int, _Check] = {}  # by the end of the pipe that is read
+        self._running: dict[int, _Check] = {}  # by the read end of the pipe
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel.fileno(), selectors.EVENT_READ)
 
@@ -149,7 +151,7 @@ class CheckServer:
                 self._begin(*self._waiting.popleft())
 
     def _patience(self) -> float | None:
-        """Seconds until the first deadline."""
+        """Return the seconds until the first deadline; None if nothing runs."""
         if not self._running:
             return None
         return max(0.0, min(check.deadline for check in self._running.values()) - time.monotonic())
@@ -183,7 +185,7 @@ class CheckServer:
                 self._finish(pipe, TOO_LONG)
 
     def _finish(self, pipe: int, reason: str) -> None:
-        """Take leave of a child, killing it if it still lives, and pass on what it said."""
+        """End a check: kill its process if it is late (`reason`), reap it, and send its result."""
         check = self._running.pop(pipe)
         self._selector.unregister(pipe)
         os.close(pipe)
@@ -193,9 +195,9 @@ class CheckServer:
         status = os.waitstatus_to_exitcode(os.waitpid(check.pid, 0)[1])
         is_answered = status == 0 and not reason
         answer = json.loads(check.said) if is_answered else _refusal(check.field_name, reason or _death(status))
-        # a crash comes again with the same grammar; time runs out, and the system kills, on a busy machine too
+        # the same grammar crashes again; timeouts and kills by the system may be due to a busy machine
         answer["is_certain"] = is_answered or (not reason and -status in _DEATHS)
-        with contextlib.suppress(OSError):  # nobody is there to hear; the next read ends this process
+        with contextlib.suppress(OSError):  # the parent is gone; the next read ends this process
             self._channel.send_bytes(json.dumps({"number": check.number, **answer}).encode())
 
 
@@ -204,15 +206,15 @@ def _refusal(field_name: str, reason: str) -> dict[str, Any]:
 
 
 def _death(status: int) -> str:
-    """What it means that a child ended so."""
+    """Return the refusal reason for a process that ended with this status."""
     return _DEATHS.get(-status, TOO_LONG if status < 0 else "cannot be compiled")
 
 
 def _run_child(tokens: GrammarTokens, plan: AnswerPlan, pipe: int) -> NoReturn:
-    """The whole life of a forked child: bound itself, try, say how it went."""
+    """Run in a forked process: set limits, try the plan, send the result, exit."""
     code = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that aborts has its own words for it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the message of a library that aborts
         _bound()
         threading.stack_size(STACK_BYTES)
         answer: dict[str, Any] = {}
@@ -236,7 +238,7 @@ def _answer(tokens: GrammarTokens, plan: AnswerPlan) -> dict[str, Any]:
 
 
 def _bound() -> None:
-    """Little time, little memory, no files."""
+    """Limit this process to little CPU time and memory, and to no files."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -249,7 +251,7 @@ def _bound() -> None:
 
 def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it ends with whoever holds the other end of the channel
+        signal.signal(number, signal.SIG_IGN)  # it ends when the channel is closed
     os.nice(NICENESS)
     channel = Connection(int(arguments[0]))
     try:

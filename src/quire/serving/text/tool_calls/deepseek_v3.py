@@ -32,7 +32,7 @@ SHAPE_V31 = CallShape(_write_plain, mark=CALLS_START, is_listed=True, closing=CA
 
 
 class DeepSeekReader(CallReader):
-    """Reads both forms. A model may leave out the marks around all calls."""
+    """Reads both forms. The marks around all calls may be missing."""
 
     marks = (CALLS_START, START)
 

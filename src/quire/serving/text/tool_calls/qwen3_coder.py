@@ -1,6 +1,6 @@
 """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`: Qwen3 Coder.
 
-Strings stand bare between the tags; values of all other types are JSON.
+Strings are written without quotes; values of all other types are JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME_CHARACTERS = 256
 
 
 def _write_call(lark: LarkGrammar, prefix: str, function: Function) -> str:
-    """Return a call with its parameters in the order of the schema."""
+    """Return the expression of a call with its parameters in the order of the schema."""
     pieces = [lark.fixed(f"\n{FUNCTION}{function['name']}>\n")]
     for place, (name, schema, is_required) in enumerate(parameters_of(function)):
         end = f"\n{PARAMETER_END}\n"
@@ -42,7 +42,7 @@ SHAPE = CallShape(_write_call, mark=START, separator="\n")
 
 
 class Qwen3CoderReader(CallReader):
-    """Passes on a string while it comes, any other value when it is whole."""
+    """Passes on strings while they arrive, and other values when they are complete."""
 
     marks = (START, FUNCTION)
 
@@ -92,7 +92,7 @@ class Qwen3CoderReader(CallReader):
             self._take(1)
 
     def _pass_string(self) -> Reading[None]:
-        """Pass on the text up to the end tag as the inside of a JSON string, without the line break before the tag."""
+        """Pass on the text up to the end tag as the content of a JSON string, without the line break before the tag."""
         while True:
             place = self._buffer.find(PARAMETER_END)
             if place >= 0:
