@@ -48,9 +48,7 @@ def _run(args: argparse.Namespace, engine: Spawned | None) -> int:
     try:
         return _command(args, engine)(args)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # nobody reads stdout: make the final flush succeed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the final flush does not fail
         return FAILURE
     except Exception as error:  # noqa: BLE001 - every error becomes one line
         if args.debug:

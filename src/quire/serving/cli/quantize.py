@@ -1,4 +1,4 @@
-"""`quire quantize`: write a checkpoint whose matrices are quantized, for Quire and other engines."""
+"""`quire quantize`: writes a checkpoint with quantized matrices, for Quire and other engines."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_quantize(commands: Commands[OneLineParser]) -> None:
 
 
 def run_quantize(args: argparse.Namespace) -> int:
-    """Raises QuireError for what cannot be quantized."""
+    """Quantize a model. Raises QuireError for a model or settings that cannot be quantized."""
     import torch
 
     from quire.runtime.loading.model_config import read_model_config
@@ -74,7 +74,7 @@ def run_quantize(args: argparse.Namespace) -> int:
 
 
 def _choose_device(name: str, num_gpus: int) -> str:
-    """`name`, if this machine has it; "auto": a GPU where there is one."""
+    """Return `name` if this machine has the device; for "auto", a GPU if there is one."""
     if name == "auto":
         return "cuda" if num_gpus else "cpu"
     found = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", name)
@@ -87,7 +87,8 @@ def _choose_device(name: str, num_gpus: int) -> str:
 
 
 def _read_texts(args: argparse.Namespace) -> list[list[int]]:
-    """Texts of equal length, from the beginning of the file; what is left over at its end is not used."""
+    """Return token sequences of equal length from the beginning of the calibration file. A rest at the end is
+    dropped."""
     from quire.runtime.loading.resolve import resolve_model
     from quire.serving.text.tokenizer import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""`quire replay`: a recorded load again, without its model: as it was, or as it would have been."""
+"""`quire replay`: runs a recorded load again without its model, with the recorded or another configuration."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _add_changes(group: argparse._ArgumentGroup) -> None:
 
 
 def run_replay(args: argparse.Namespace) -> int:
-    """Raises ConfigError or RecordingError."""
+    """Run a recording again. Raises ConfigError or RecordingError."""
     from quire.simulator.reader import read_recording
 
     changes = changed_names(args)
@@ -105,7 +105,7 @@ def _check_flags(args: argparse.Namespace, changes: list[str]) -> None:
 
 
 def changed_names(args: argparse.Namespace) -> list[str]:
-    """The settings that were given."""
+    """Return the names of the settings that were given."""
     names = (*_SCHEDULER, "policy_config", *_CACHE, "host_cache_blocks")
     return [name for name in names if name in args]
 
@@ -113,14 +113,14 @@ def changed_names(args: argparse.Namespace) -> list[str]:
 def changed(
     args: argparse.Namespace, cache: CacheConfig, scheduler: SchedulerConfig
 ) -> tuple[CacheConfig, SchedulerConfig]:
-    """The configuration with the settings that were given. Raises ConfigError."""
+    """Return the configuration with the settings that were given. Raises ConfigError."""
     given: dict[str, Any] = {name: getattr(args, name) for name in _SCHEDULER if name in args}
     if "policy" in given or "policy_config" in args:
         policy = given.get("policy", scheduler.policy)
         given["policy_settings"] = read_policy_settings(policy, getattr(args, "policy_config", None))
     in_cache = {field: getattr(args, name) for name, field in _CACHE.items() if name in args}
     if "host_cache_blocks" in args:
-        tiers = cache.tiers if args.host_cache_blocks else TierConfig()  # files pass through host memory
+        tiers = cache.tiers if args.host_cache_blocks else TierConfig()  # the disk tier needs host memory
         in_cache["tiers"] = replace(tiers, host_blocks=args.host_cache_blocks)
     cache, scheduler = replace(cache, **in_cache), replace(scheduler, **given)
     if scheduler.policy in RESERVING:
@@ -129,7 +129,7 @@ def changed(
 
 
 def _check_reserving(args: argparse.Namespace, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
-    """Raise ConfigError for what was asked for by name and cannot be had where every sequence has its own memory."""
+    """Raise ConfigError for given settings that are impossible with a policy that reserves memory for each sequence."""
     tiers = cache.tiers if "host_cache_blocks" in args else TierConfig()
     check_tiers(tiers, getattr(args, "preemption", "recompute"), scheduler.policy, cache.layout)
     if getattr(args, "enable_prefix_caching", False):
@@ -159,7 +159,7 @@ def _check(recording: Recording, args: argparse.Namespace) -> int:
 
 
 def _runs(recording: Recording, args: argparse.Namespace, changes: list[str]) -> tuple[list[Run], dict[str, Any]]:
-    """The runs asked for, the one to compare with first, and what is to be said of how they came about."""
+    """Return the requested runs, the baseline first, and facts about how they were made."""
     if not changes and args.against is None:
         from quire.simulator.replay import replay
 
@@ -172,7 +172,7 @@ def _runs(recording: Recording, args: argparse.Namespace, changes: list[str]) ->
     cache, scheduler = changed(args, setup.cache, setup.scheduler)
     name = ", ".join(f"{each.replace('_', ' ')} {getattr(args, each)}" for each in changes) or RECORDED
     if changes == ["policy"] or args.against in POLICY_NAMES:
-        name = scheduler.policy  # all else is alike
+        name = scheduler.policy  # only the policy differs
     runs = [scenario.run(name, cache, scheduler)]
     if args.against == RECORDED:
         runs.insert(0, scenario.run(RECORDED, setup.cache, setup.scheduler))
@@ -187,7 +187,7 @@ def _runs(recording: Recording, args: argparse.Namespace, changes: list[str]) ->
 
 
 def _without(run: Run, others: Iterable[CacheConfig]) -> str:
-    """What was recorded or asked for and a run has not."""
+    """Return a remark on features of the other configurations that a run does not have; "" if there are none."""
     wanted = set().union(*map(_extras, others))
     lost = [name for name in _EXTRAS if name in wanted - _extras(run.cache)]
     return f"{run.name}: without {', '.join(lost)}" if lost else ""
@@ -231,7 +231,7 @@ def _show(runs: list[Run], facts: dict[str, Any], args: argparse.Namespace) -> N
 
 
 def _remarks(facts: dict[str, Any]) -> list[str]:
-    """What a reader should know before the tables."""
+    """Return the remarks to print before the tables."""
     lines = []
     if facts["recording"]["over"] is None:
         lines.append("the recording breaks off: what came last may be missing")

@@ -1,4 +1,4 @@
-"""`quire route`: one address in front of several servers."""
+"""`quire route`: a router in front of several servers."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def run_route(args: argparse.Namespace) -> int:
 
 
 def _reload(router: Router, config: RouterConfig, keys: KeySources) -> None:
-    """Read the keys again. If they are bad, those in force stay."""
+    """Read the keys again. If they are invalid, the current ones stay in use."""
     try:
         digests = keys.digests()
     except ConfigError as error:
@@ -174,7 +174,7 @@ def _reload(router: Router, config: RouterConfig, keys: KeySources) -> None:
 
 
 def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
-    """Return the router that the flags describe, and where its keys come from. Raises ConfigError."""
+    """Return the router configuration of the flags, and the sources of its keys. Raises ConfigError."""
     from quire.config.environment import read_environment
     from quire.config.keys import KeySources, read_key_file
     from quire.config.server import AccessConfig, ListenConfig
@@ -194,7 +194,7 @@ def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
     if args.uds is None:
         check_host("host", args.host, has_keys=bool(digests.key_digests) or args.replicas_check_keys)
     listen = ListenConfig(uds=socket_path("uds", args.uds), tls_cert=args.ssl_certfile, tls_key=args.ssl_keyfile)
-    make_context(listen)  # raises for files that cannot be used
+    make_context(listen)  # raises ConfigError for invalid files
     replica_key = None
     if args.replica_key_file is not None:
         replica_key = read_key_file("replica_key_file", args.replica_key_file)[0]

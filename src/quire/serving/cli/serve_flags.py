@@ -1,4 +1,4 @@
-"""The flags of `quire serve`, in the names vLLM's users know."""
+"""The flags of `quire serve`, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add every flag that describes a server, but for where it listens and what its operator may load while it runs.
-    Returns the group of LoRA adapters."""
+    """Add all flags that describe a server, except its address and --lora-dir. Returns the group of LoRA flags."""
     parser.add_argument(
         "model_name",
         nargs="?",

@@ -1,4 +1,4 @@
-"""`quire tune`: find the fastest tilings of a model's products on this GPU and keep them for later."""
+"""`quire tune`: finds the fastest tilings of a model's gemms on this GPU and stores them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_tune(commands: Commands[OneLineParser]) -> None:
 
 
 def run_tune(args: argparse.Namespace) -> int:
-    """Raises QuireError without a GPU that can run the kernels."""
+    """Tune a model's gemms. Raises QuireError without a GPU that can run the kernels."""
     from quire.runtime.gauging import find_gpu, tune_products
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.loading.resolve import resolve_model
@@ -48,7 +48,7 @@ def run_tune(args: argparse.Namespace) -> int:
 
 
 def line_of(trial: dict[str, Any]) -> str:
-    """One product as a line of the table."""
+    """Return one trial as a line of the table."""
     library = "-" if trial["library_us"] is None else f"{trial['library_us']:.1f}"
     times = f"{trial['present_us']:>10.1f}{trial['best_us']:>10.1f}{library:>12}"
     return f"{trial['layer']:<12}{trial['rows']:>6}{trial['kind']:>6}{times}  {trial['tiling']}"

@@ -1,5 +1,5 @@
-"""Flags of vLLM on Quire's command line: those with another name here are translated, those that ask for nothing are
-accepted, and the others are refused with what to use instead."""
+"""vLLM's flags on Quire's command line: flags with another name here are translated, flags without effect are accepted,
+and all others are refused with an alternative."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("quire")
 
 HIGHEST_LOGPROBS = 2**20  # a limit that no vocabulary exceeds
 _SHORT = {"-dp": "--data-parallel-size"}
-_ALWAYS = (None, False, True)  # what it turns on is always there
+_ALWAYS = (None, False, True)  # the feature is always on, or never
 
 OF_SERVERS: dict[str, NoEffect] = {
     # tools and templates
@@ -63,7 +63,7 @@ OF_SERVERS: dict[str, NoEffect] = {
 
 
 def split_vllm_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, Any]]]:
-    """Split a command line into the words for `parser`, and flags that only vLLM has, with their values."""
+    """Split a command line into the words for `parser`, and the flags that only vLLM has, with their values."""
     own: list[str] = []
     foreign: list[tuple[str, Any]] = []
     waiting = list(words)
@@ -86,8 +86,8 @@ def split_vllm_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> t
 
 
 def take_vllm_flags(foreign: Sequence[tuple[str, Any]], parsed: argparse.Namespace) -> None:
-    """Put flags of vLLM into `parsed` under their names here. Raises ConfigError for what is not supported."""
-    no_effect = NO_EFFECT | OF_SERVERS  # those of servers are not read from other command lines
+    """Set vLLM's flags in `parsed` under Quire's names. Raises ConfigError for unsupported values."""
+    no_effect = NO_EFFECT | OF_SERVERS  # `split_vllm_flags` reads those of servers only for servers
     for name, value in foreign:
         if name == "max_logprobs" and hasattr(parsed, "limit"):
             parsed.limit = [*parsed.limit, f"logprobs={HIGHEST_LOGPROBS if value == -1 else value}"]
@@ -104,7 +104,7 @@ def take_vllm_flags(foreign: Sequence[tuple[str, Any]], parsed: argparse.Namespa
 
 
 def _no_effect(parser: argparse.ArgumentParser) -> dict[str, NoEffect]:
-    """The flags of vLLM that Quire does not read, of one command."""
+    """Return the flags of vLLM that have no effect on one command."""
     is_server = "--limit" in parser._option_string_actions
     return NO_EFFECT | OF_SERVERS if is_server else NO_EFFECT
 
@@ -114,7 +114,7 @@ def _is_vllms(name: str, no_effect: Mapping[str, NoEffect]) -> bool:
 
 
 def _read(text: str) -> Any:
-    """Return a number, a truth value or an object for its JSON, other text as it is."""
+    """Parse JSON (numbers, true, false, objects), or return the text unchanged."""
     try:
         return json.loads(text.lower() if text.lower() in ("true", "false") else text)
     except ValueError:

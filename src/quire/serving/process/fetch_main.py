@@ -70,9 +70,7 @@ class UnavailableResponder:
         ]
         writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + (b"" if head.startswith(b"HEAD ") else body))
         await writer.drain()
-        unread = min(
-            _body_length(head), _MAX_BODY
-        )  # closing with unread bytes would reset the connection and lose the response
+        unread = min(_body_length(head), _MAX_BODY)  # unread bytes at close would lose the response
         while unread > 0 and (data := await reader.read(min(unread, _MAX_HEAD))):
             unread -= len(data)
 

@@ -1,5 +1,5 @@
-"""Where the bytes of an image come from: a data: URL, or a file of the folder that the operator allows. Nothing is ever
-fetched from the network."""
+"""Reads the bytes of an image from a data: URL, or from a file below the folder that the operator allows. Nothing is
+ever downloaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _ON_NETWORK = ("http", "https", "ftp", "s3", "gs")
 
 @dataclass(frozen=True, slots=True)
 class MediaSources:
-    """Reads images by URL. `folder`: the real path of the only folder that file:// URLs may name; None: none may."""
+    """Reads images by URL. `folder` is the real path of the only folder that file:// URLs may name; None: no file://
+    URLs."""
 
     folder: str | None
     max_bytes: int
@@ -53,7 +54,7 @@ class MediaSources:
             raise InvalidRequest(field, reason, "send a data: URL, or have the operator set allowed_local_media_path")
         try:
             host, path = urlsplit(url)[1:3]
-        except ValueError:  # such as half of an address in brackets
+        except ValueError:  # for example an unclosed bracket
             host, path = "unknown", ""
         path = unquote(path)
         if host not in ("", "localhost") or "\0" in path or not path.startswith("/"):
@@ -68,7 +69,8 @@ class MediaSources:
             raise InvalidRequest(field, f"cannot be read: {error.strerror}", "name a file that is there") from None
 
     def _read_regular(self, field: str, real: str) -> bytes:
-        """Read a file by its real path, in which no link has taken the place of a folder since it was resolved."""
+        """Read a plain file by its real path. Refuses it if a link has replaced a folder of the path since it was
+        resolved."""
         fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             link = Path(f"/proc/self/fd/{fd}")
@@ -81,7 +83,7 @@ class MediaSources:
 
 
 def decode_base64(field: str, text: str, max_bytes: int) -> bytes:
-    """Return the bytes that base64 text stands for. Raises InvalidRequest."""
+    """Decode base64 text. Raises InvalidRequest."""
     if len(text) // 4 * 3 > max_bytes + 3:
         raise InvalidRequest(field, f"has more than {max_bytes:,} bytes", "send a smaller image")
     try:
