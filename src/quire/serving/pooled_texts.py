@@ -229,7 +229,7 @@ def cut_up(texts: Sequence[PooledText], model: PoolingModel) -> list[list[Pooled
 
 
 def check_task(model: PoolingModel, *, classifies: bool) -> None:
-    """Raise InvalidRequest unless the model classifies, or embeds if `classifies` is False."""
+    """Raise InvalidRequest unless the model classifies (`classifies` is true) or embeds (it is false)."""
     if classifies and model.task != "classify":
         raise InvalidRequest("model", "makes embeddings and has no labels", "use embed, or a classifier")
     if not classifies and model.task != "embed":

@@ -62,7 +62,8 @@ class GrammarChecker:
         return self.begin(plan).result()
 
     def begin(self, plan: AnswerPlan) -> Future[CheckedGrammar]:
-        """Start a check. The future gets the grammar or the error, and cannot be cancelled. Raises ChecksBusy."""
+        """Start a check. The future gets the grammar or the error, and cannot be cancelled. Raises ChecksBusy,
+        InvalidRequest if llguidance is missing, or QuireError if the child process cannot be started."""
         answer: Future[CheckedGrammar] = Future()
         answer.set_running_or_notify_cancel()
         outcome = self._find(plan)
@@ -159,7 +160,8 @@ class _Child:
         self._reader.start()
 
     def ask(self, plan: AnswerPlan, then: Callable[[_Outcome], None]) -> None:
-        """Send a plan to be tried. `then` is called with the result on the reader's thread. Raises ChecksBusy."""
+        """Send a plan to be tried. `then` is called with the result on the reader's thread. Raises ChecksBusy, or
+        QuireError if the process is lost."""
         if len(self._asked) >= MAX_WAITING:
             raise ChecksBusy("too many structured outputs wait to be checked; send the request again")
         number = next(self._numbers)

@@ -33,7 +33,7 @@ from quire.types.errors import InvalidRequest
 CPU_SECONDS = 0.5  # CPU time of one check: stops hostile grammars
 WALL_SECONDS = 10.0  # elapsed time of one check: on a busy machine it gets little CPU time
 MEMORY_BYTES = 256 << 20  # address space of a check, in addition to this process's
-RESIDENT_BYTES = 32 << 20  # that compiling and following a grammar may use; the engine keeps them
+RESIDENT_BYTES = 32 << 20  # resident memory for compiling and following a grammar: the engine would use as much
 FOLLOWED_TOKENS = 48  # tokens of an answer for which every grammar is followed ...
 FOLLOW_SECONDS = 0.2  # ... or until this much CPU time is used
 LAST_MASKS = 8  # number of last tokens over which the time is averaged
