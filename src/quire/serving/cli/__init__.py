@@ -82,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         **examples(
             {
                 "quire serve": "an OpenAI-compatible server and a playground on http://127.0.0.1:8000",
-                "quire chat": "a conversation in the terminal",
-                "quire COMMAND --help": "the flags of a command, with examples",
+                "quire chat": "chat with the default model in the terminal",
+                "quire COMMAND --help": "explain the flags of a command, with examples",
             }
         ),
     )

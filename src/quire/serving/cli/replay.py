@@ -34,47 +34,64 @@ _EXTRAS = ("prefix cache", "host memory", "disk tier")
 def add_replay(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "replay",
-        help="run a recorded load again without its model, under the same or another policy",
-        description="Run a recording of `--record FILE` again on this CPU, without its model: what the engine decided "
-        "and why, or what it would have decided under another configuration.",
+        help="run a recorded load again without its model, with the same or another policy",
+        description="Run a recording of `--record FILE` again on this CPU, without its model, and print what the "
+        "engine decided and why, or what it would have decided with another configuration.",
         **examples(
             {
-                "quire replay run.jsonl": "who ran, waited and was preempted, and why",
-                "quire replay run.jsonl --check": "does this version decide the same? exits with 1 if not",
-                "quire replay run.jsonl --policy lpm --against fcfs": "one policy beside another",
-                "quire replay run.jsonl --num-kv-blocks 500 --against recorded --html run.html": "with less memory",
+                "quire replay run.jsonl": "which requests ran, waited and were preempted, and why",
+                "quire replay run.jsonl --check": "exit with 1 unless this version decides the same",
+                "quire replay run.jsonl --policy lpm --against fcfs": "compare two policies",
+                "quire replay run.jsonl --num-kv-blocks 500 --against recorded --html run.html": "compare: less memory",
             }
         ),
     )
-    parser.add_argument("file", metavar="FILE", help="a recording")
-    parser.add_argument("--check", action="store_true", help="run it as it was and fail at the first difference")
+    parser.add_argument("file", metavar="FILE", help="a recording, made with --record")
+    parser.add_argument(
+        "--check", action="store_true", help="run the recorded configuration and fail at the first difference"
+    )
     parser.add_argument(
         "--against",
         choices=(*POLICY_NAMES, RECORDED),
-        help="compare with this policy, all else alike, or with the recorded configuration",
+        help="compare with this policy (all else equal), or with the recorded configuration",
     )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    out.add_argument("--html", metavar="FILE", help="write timelines as a page")
-    out.add_argument("--rows", type=int, metavar="N", help=f"requests in a table; 0: all ({ROWS})")
+    out.add_argument("--html", metavar="FILE", help="write the timelines to this HTML file")
+    out.add_argument("--rows", type=int, metavar="N", help=f"most requests in a table; 0: all ({ROWS})")
     add_debug(parser)
-    _add_changes(parser.add_argument_group("what if (as recorded when left out)"))
+    _add_changes(parser.add_argument_group("what if (default: as recorded)"))
 
 
 def _add_changes(group: argparse._ArgumentGroup) -> None:
     absent = argparse.SUPPRESS
-    group.add_argument("--policy", choices=POLICY_NAMES, default=absent, help="who goes first")
-    group.add_argument("--policy-config", type=json_object, default=absent, help="settings of the policy, as JSON")
-    group.add_argument("--max-num-seqs", type=int, default=absent, help="sequences that run at once")
-    group.add_argument("--max-num-batched-tokens", type=int, default=absent, help="tokens computed in one step")
+    group.add_argument(
+        "--policy", choices=POLICY_NAMES, default=absent, help="scheduling policy, the order of requests"
+    )
+    group.add_argument("--policy-config", type=json_object, default=absent, help="settings of --policy, as JSON")
+    group.add_argument("--max-num-seqs", type=int, default=absent, help="most sequences that run at once")
+    group.add_argument("--max-num-batched-tokens", type=int, default=absent, help="most tokens in one step")
     group.add_argument("--num-kv-blocks", type=int, default=absent, help="size of the KV cache in blocks")
     group.add_argument(
-        "--host-cache-blocks", type=int, default=absent, help="blocks that host memory holds; 0: none, nor a disk tier"
+        "--host-cache-blocks",
+        type=int,
+        default=absent,
+        help="KV blocks in host memory; 0: neither host memory nor a disk tier",
     )
-    group.add_argument("--preemption", choices=PREEMPTION_NAMES, default=absent, help="how blocks are given up")
-    group.add_argument("--prefix-eviction", choices=EVICTION_NAMES, default=absent, help="what the cache forgets first")
     group.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=absent, help="share what is computed"
+        "--preemption",
+        choices=PREEMPTION_NAMES,
+        default=absent,
+        help="what to do with the KV blocks of a preempted request",
+    )
+    group.add_argument(
+        "--prefix-eviction", choices=EVICTION_NAMES, default=absent, help="which cached prefixes are evicted first"
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=absent,
+        help="keep the KV blocks of prompts and answers for prompts with the same beginning",
     )
 
 

@@ -63,20 +63,24 @@ class _RefusedFlag(argparse.Action):
 def add_run_batch(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "run-batch",
-        help="answer the requests of a JSONL file",
+        help="answer the requests of a JSONL batch file",
         description="Answer the requests of a file in OpenAI's batch format, one JSON object per line, and write one "
-        "result per line as they come. Run it again to continue: lines that succeeded are kept, others tried again.",
+        "result per line as requests finish. Run it again to continue: successful requests are kept, others repeated.",
         **examples(
             {
-                "quire run-batch -i in.jsonl -o out.jsonl": "with the default model",
-                "quire run-batch -i in.jsonl -o out.jsonl --url http://127.0.0.1:8000": "with a server that runs",
+                "quire run-batch -i in.jsonl -o out.jsonl": "with the default model, in a server for this batch",
+                "quire run-batch -i in.jsonl -o out.jsonl --url http://127.0.0.1:8000": "with a running server",
             }
         ),
     )
-    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="the requests, JSON lines")
-    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="where the results go, JSON lines")
-    parser.add_argument("--url", help="a running server to ask, in place of one that the flags below describe")
-    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests that run at once (32)")
+    parser.add_argument(
+        "-i", "--input-file", required=True, metavar="FILE", help="file with the requests, one JSON object per line"
+    )
+    parser.add_argument(
+        "-o", "--output-file", required=True, metavar="FILE", help="file for the results, one JSON object per line"
+    )
+    parser.add_argument("--url", help="use the running server at this URL instead of starting one")
+    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="most requests that run at once (32)")
     add_serve_flags(parser)
     parser.set_defaults(log_level="warning", **_ADDRESS)
     described = {action.dest: action.default for action in parser._actions if action.dest not in _OWN_FLAGS}

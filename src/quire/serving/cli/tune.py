@@ -12,18 +12,20 @@ from quire.serving.cli.arguments import Commands, OneLineParser, add_model, exam
 def add_tune(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "tune",
-        help="find the fastest kernels for a model on this GPU",
-        description="Try ways to run a model's products on this GPU and keep the fastest for every engine that starts.",
+        help="find the fastest kernel tilings for a model on this GPU",
+        description="Measure tilings of a model's gemms on this GPU and store the fastest for later starts.",
         **examples(
             {
-                "quire tune --model qwen3-0.6b": "for bfloat16 weights",
-                "quire tune --model org/name --quantization fp8": "for an engine with the same flag",
+                "quire tune --model qwen3-0.6b": "tune for bfloat16 weights",
+                "quire tune --model org/name --quantization fp8": "tune for engines with --quantization fp8",
             }
         ),
     )
     add_model(parser)
-    parser.add_argument("--quantization", choices=("fp8",), help="of the layers' weights; none when left out")
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each product instead of a table")
+    parser.add_argument(
+        "--quantization", choices=("fp8",), help="tune for weights that are quantized so while loading (as stored)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each gemm instead of a table")
 
 
 def run_tune(args: argparse.Namespace) -> int:
