@@ -253,5 +253,5 @@ def _check_dummy(load_format: Literal["auto", "dummy"], model: ModelConfig) -> N
     """Refuse load_format="dummy" for a quantized checkpoint: dummy weights are not quantized, so they would take more
     memory than was planned."""
     if load_format == "dummy" and model.levels.gpu_parameters + model.levels.parameters and model.quantization:
-        reason = f'"dummy" makes plain weights, and those of the checkpoint are {model.quantization}'
+        reason = f'"dummy" makes weights that are not quantized, and those of the checkpoint are {model.quantization}'
         raise ConfigError("load_format", reason, "leave quantization_config out of config.json")

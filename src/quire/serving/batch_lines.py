@@ -35,7 +35,7 @@ def read_line(number: int, text: bytes, urls: Collection[str]) -> BatchLine:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise InvalidRequest(where, "is no JSON", 'write {"custom_id", "method", "url", "body"}') from None
+        raise InvalidRequest(where, "is not JSON", 'write {"custom_id", "method", "url", "body"}') from None
     if not isinstance(value, dict):
         raise InvalidRequest(where, "must be a JSON object", 'write {"custom_id", "method", "url", "body"}')
     if missing := [name for name in _MEMBERS if value.get(name) is None and name != "method"]:
@@ -44,7 +44,7 @@ def read_line(number: int, text: bytes, urls: Collection[str]) -> BatchLine:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARACTERS:
         raise InvalidRequest(f"{where}: custom_id", f"must be text of 1 to {MAX_ID_CHARACTERS} characters")
     if not _is_whole(name):
-        raise InvalidRequest(f"{where}: custom_id", "holds half a character", "write UTF-8")
+        raise InvalidRequest(f"{where}: custom_id", "has a lone surrogate", "send valid Unicode")
     if value.get("method", "POST") != "POST":
         raise InvalidRequest(f"{where}: method", "must be POST")
     if url not in urls:

@@ -172,7 +172,7 @@ def folder_below(root: str, path: str) -> str:
     put there.
     """
     if not path or len(path) > _MAX_PATH or not _is_text(path):
-        raise InvalidRequest("lora_path", "is no path of a folder", "name a folder below the operator's lora_dir")
+        raise InvalidRequest("lora_path", "is not the path of a folder", "name a folder below the operator's lora_dir")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/"):
         own = [part for part in root.split("/") if part]

@@ -142,7 +142,7 @@ class TextReader:
         if model.task != "embed":
             raise InvalidRequest("dimensions", "is for embeddings, and this model classifies", "leave it out")
         if allowed is None and dimensions != model.size:
-            reason = f"cannot be chosen: the embeddings of this model have {model.size} numbers and are not nested"
+            reason = f"cannot be chosen: the embeddings of this model have {model.size} values and cannot be shortened"
             raise InvalidRequest("dimensions", reason, "leave it out, or use a matryoshka model")
         if dimensions > model.size or (allowed and dimensions not in allowed):
             known = f"one of {', '.join(map(str, allowed))}" if allowed else f"in [1, {model.size}]"
@@ -206,7 +206,7 @@ def check_work(model: PoolingModel, request: Submit) -> None:
     if work is None:
         raise InvalidRequest("model", "makes embeddings or classifies, and generates no text", "use another endpoint")
     if sum(work.lengths) != len(ids) or len(work.first_parts) not in (0, len(work.lengths)):
-        raise InvalidRequest("input", "has other tokens than its lengths say", "report this")
+        raise InvalidRequest("input", "does not have as many tokens as its lengths add up to", "report this")
     start = 0
     for place, length in enumerate(work.lengths):
         check_tokens(model, ids[start : start + length], f"input[{place}]")
@@ -239,7 +239,7 @@ def check_task(model: PoolingModel, *, classifies: bool) -> None:
 def check_scores(model: PoolingModel) -> None:
     """Raise InvalidRequest for a model that cannot score pairs of texts."""
     if model.task == "classify" and model.size != 1:
-        reason = f"is a classifier with {model.size} labels, and a score is one number"
+        reason = f"is a classifier with {model.size} labels, and a score needs one label"
         raise InvalidRequest("model", reason, "use classify, or a cross-encoder with one label")
 
 

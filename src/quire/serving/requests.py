@@ -81,7 +81,7 @@ def refuse_salts(prompts: Sequence[Prompt]) -> None:
     for i, prompt in enumerate(prompts):
         if prompt.cache_salt:
             where = "prompts" if len(prompts) == 1 else f"prompts[{i}]"
-            reason = f"of {where} means nothing to an encoder, which caches nothing"
+            reason = f"of {where} has no effect: an encoder has no prefix cache"
             raise InvalidRequest("cache_salt", reason, "leave it out")
 
 

@@ -236,7 +236,7 @@ def check_call(others: Mapping[str, object]) -> None:
     """Raise InvalidRequest for an argument of `generate` or `chat` that is unknown or has an unsupported value."""
     for name, value in others.items():
         if name not in _IN_CALLS:
-            raise InvalidRequest(name, "is not an argument of this call", f"known besides: {', '.join(_IN_CALLS)}")
+            raise InvalidRequest(name, "is not an argument of this call", f"other arguments are {', '.join(_IN_CALLS)}")
         try:
             _IN_CALLS[name].check(name, value)
         except ConfigError as error:

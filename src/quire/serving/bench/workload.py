@@ -142,7 +142,7 @@ def _rows(path: str, text: str) -> list[dict[str, Any]]:
         else:
             found = [{"prompt": line} for line in text.splitlines() if line.strip()]
     except (ValueError, csv.Error) as error:
-        raise ConfigError("workload", f"{path} is not what it looks like: {error}") from None
+        raise ConfigError("workload", f"{path} cannot be parsed: {error}") from None
     if not all(isinstance(row, dict) for row in found):
         raise ConfigError("workload", f"{path} must hold objects", "see `quire bench serve --help`")
     return found
@@ -163,5 +163,5 @@ def _job(path: str, number: int, row: dict[str, Any], default_max_tokens: int) -
     if not isinstance(chosen, str | tuple) or not chosen:
         raise ConfigError("workload", f"{path}, request {number} has no prompt", "give prompt or prompt_ids")
     if max_tokens < 1 or arrival < 0 or not math.isfinite(arrival) or (unit_gap or 0.0) < 0:
-        raise ConfigError("workload", f"{path}, request {number} has an impossible length or time")
+        raise ConfigError("workload", f"{path}, request {number} has an invalid length or time")
     return Job(chosen, max_tokens, arrival, unit_gap)

@@ -67,7 +67,7 @@ def answerer(args: argparse.Namespace) -> Iterator[Answerer]:
         own = ("tokenizer", "load_format", "verbose", "generation_config", "override_generation_config")
         for name in (*own, *map(field_of, (*ENGINE_FLAGS, *ENGINE_SWITCHES))):
             if getattr(args, name, None) not in (None, "auto"):
-                raise ConfigError(name, "is decided by the server at --url", "leave it out")
+                raise ConfigError(name, "is a setting of the server at --url", "leave it out")
         yield RemoteAnswerer(args)
         return
     if args.api_key is not None:

@@ -72,7 +72,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     _print_section("backends", _backends(facts))
     is_planned = _print_plan(args, facts)
     findings = find_slow(facts, has_nvidia_driver=Path("/proc/driver/nvidia/version").exists())
-    print("\nwhat is slow here" if findings else "\nnothing here is slower than it must be")
+    print("\nwhat is slow here" if findings else "\nno performance problem was found")
     for finding in findings:
         print(f"  {finding.cause}\n    fix: {finding.fix}")
     return 0 if is_planned or args.model is None else 1
@@ -119,7 +119,7 @@ def find_slow(facts: HardwareFacts, *, has_nvidia_driver: bool) -> list[Finding]
     if not facts.supports_bf16 and not facts.cuda:
         findings.append(
             Finding(
-                "this CPU has no bfloat16 arithmetic, so products run in float32: prompts are read at half the speed",
+                "this CPU has no bfloat16 arithmetic, so gemms run in float32: prompts take twice the time",
                 "use a GPU, or a CPU with AVX-512 BF16, AMX or Arm BF16 (Sapphire Rapids, Zen 4, Neoverse V1, ...)",
             )
         )
@@ -153,11 +153,11 @@ def _backends(facts: HardwareFacts) -> list[tuple[str, str]]:
 def describe_products(facts: HardwareFacts) -> list[tuple[str, str]]:
     """Return which kernels compute gemms on this CPU, for each kind of weight."""
     if facts.native_refusal is not None:
-        return [("products", "torch")]
+        return [("gemms", "torch")]
     halves = f"{facts.cpu_path}, widened to float32 in registers"
     if facts.bf16_dots:
         halves = f"{facts.cpu_path}, by dot products of bfloat16"
-    how = "float32 rows in whole numbers, bfloat16 rows in tiles" if facts.tile_units else "rows in whole numbers"
+    how = "float32 activations as integers, bfloat16 in tiles" if facts.tile_units else "activations as integers"
     return [
         ("float32 weights", str(facts.cpu_path)),
         ("quantized weights", f"{facts.cpu_path}, as stored in the file, {how}"),

@@ -9,7 +9,7 @@ from typing import Any
 CEILINGS = {
     "read": "read stream",
     "copy": "copy, read and written",
-    "matmul": "bfloat16 product of 8192 x 8192",
+    "matmul": "bfloat16 gemm of 8192 x 8192",
     "to_device": "host to device, pinned",
     "to_host": "device to host, pinned",
 }

@@ -82,7 +82,7 @@ class Server:
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ConfigError("url", f"{url!r} is no address of a server", "like http://127.0.0.1:8000")
+            raise ConfigError("url", f"{url!r} is not the address of a server", "use one like http://127.0.0.1:8000")
         self._connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._host, self._port = parts.hostname, port
         self._base = parts.path.rstrip("/").removesuffix("/v1")
@@ -161,7 +161,7 @@ class Server:
         try:
             data = response.read(MAX_BODY)
         except (OSError, HTTPException) as error:
-            raise RemoteError(f"{self._shown} broke off its answer: {_why(error)}") from None
+            raise RemoteError(f"{self._shown} closed the connection during its response: {_why(error)}") from None
         return _decoded(data, self._shown)
 
     def _next_data(self, response: HTTPResponse) -> bytes:
@@ -170,7 +170,7 @@ class Server:
             try:
                 line = response.readline(MAX_EVENT)
             except (OSError, HTTPException) as error:
-                raise RemoteError(f"{self._shown} broke off its answer: {_why(error)}") from None
+                raise RemoteError(f"{self._shown} closed the connection during its response: {_why(error)}") from None
             if not line:
                 raise RemoteError(f"{self._shown} ended its answer before it was complete")
             if line.startswith(b"data:"):
@@ -187,7 +187,7 @@ def _decoded(data: bytes, source: str) -> dict[str, Any]:
     except ValueError:
         decoded = None
     if not isinstance(decoded, dict):
-        raise RemoteError(f"{source} sent something that is no JSON object; is it an OpenAI-compatible server?")
+        raise RemoteError(f"{source} sent something that is not a JSON object; is it an OpenAI-compatible server?")
     return decoded
 
 

@@ -251,7 +251,7 @@ def _remarks(facts: dict[str, Any]) -> list[str]:
     """Return the remarks to print before the tables."""
     lines = []
     if facts["recording"]["over"] is None:
-        lines.append("the recording breaks off: what came last may be missing")
+        lines.append("the recording is incomplete: its last events may be missing")
     elif facts["recording"]["over"] != "closed":
         lines.append(f"the recording ended early: {facts['recording']['over']}")
     if facts["recording"]["dead"] is not None:
@@ -259,7 +259,7 @@ def _remarks(facts: dict[str, Any]) -> list[str]:
     lines += [f"not as recorded: {each}" for each in facts.get("inexact", ())]
     lines += facts.get("without", ())
     if facts.get("difference") is not None:
-        lines.append(f"this version decides otherwise, and stopped there: {facts['difference']}")
+        lines.append(f"this version decides differently, and the replay stopped there: {facts['difference']}")
     if "cost" in facts:
         cost = facts["cost"]
         prices = f"{1e3 * cost['step_seconds']:.3f} ms + {1e6 * cost['prompt_token_seconds']:.2f} us / prompt token"

@@ -95,7 +95,7 @@ def run_batch(args: argparse.Namespace) -> int:
         raise ConfigError("concurrency", f"must be in [1, {MAX_CONCURRENCY}], got {args.concurrency}")
     for name, default in args.server_flags.items() if args.url is not None else ():
         if getattr(args, name, default) != default:
-            raise ConfigError(name.removesuffix("_name"), "is decided by the server at --url", "leave it out")
+            raise ConfigError(name.removesuffix("_name"), "is a setting of the server at --url", "leave it out")
     source, target = Path(args.input_file), Path(args.output_file)
     with _opened(source) as requests, _locked(target):
         _check_target(source, target)
@@ -217,11 +217,11 @@ def _check_target(source: Path, target: Path) -> None:
     if target.samefile(source):
         raise ConfigError("output_file", f"{target} is the input file too", "choose another")
     if not target.is_file():
-        raise ConfigError("output_file", f"{target} is no plain file", "choose another")
+        raise ConfigError("output_file", f"{target} is not a plain file", "choose another")
     with target.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not is_result(line):
-                reason = f"{target} exists, and line {number} of it is no result of a batch"
+                reason = f"{target} exists, and line {number} of it is not the result of a batch request"
                 raise ConfigError("output_file", reason, "choose another, or remove it")
 
 

@@ -210,7 +210,7 @@ def socket_path(setting: str, path: str | None) -> str | None:
 def _root_path(text: str) -> str:
     path = text.rstrip("/")
     if path and (not _ROOT_PATH.fullmatch(path) or "/../" in f"{path}/" or "/./" in f"{path}/"):
-        raise ConfigError("root_path", f"{text!r} is no path", "write it like /llm")
+        raise ConfigError("root_path", f"{text!r} is not a path", "write it like /llm")
     return path
 
 
@@ -220,7 +220,7 @@ def _origin(text: str) -> str:
     if text != "*" and (
         parts.scheme not in ("http", "https") or not parts.netloc or f"{parts.scheme}://{parts.netloc}" != text
     ):
-        raise ConfigError("cors_origin", f"{text!r} is no origin", "write it like https://example.org")
+        raise ConfigError("cors_origin", f"{text!r} is not an origin", "write it like https://example.org")
     return text
 
 
@@ -290,7 +290,7 @@ def _trace_endpoint(url: str | None) -> str | None:
     if url is None:
         return None
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ConfigError("trace_endpoint", f"{url!r} is no URL", "like http://127.0.0.1:4318/v1/traces")
+        raise ConfigError("trace_endpoint", f"{url!r} is not a URL", "like http://127.0.0.1:4318/v1/traces")
     from quire.observability.tracing import check_installed
 
     check_installed()
@@ -306,7 +306,7 @@ def _prefill(args: argparse.Namespace, engine: EngineArguments) -> PrefillConfig
     for url in args.prefill_url:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
-            raise ConfigError("prefill_url", f"{url!r} is no URL of a server", "like http://127.0.0.1:8001")
+            raise ConfigError("prefill_url", f"{url!r} is not the URL of a server", "like http://127.0.0.1:8001")
     check_range("prefill_min_tokens", args.prefill_min_tokens, 1, 2**31)
     return PrefillConfig(urls=tuple(args.prefill_url), min_tokens=args.prefill_min_tokens, timeout=args.prefill_timeout)
 

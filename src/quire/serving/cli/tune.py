@@ -39,7 +39,7 @@ def run_tune(args: argparse.Namespace) -> int:
     model = read_model_config(resolve_model(args.model))
     check_generates(model.architecture)
     if not args.json:
-        print(f"{'product':<12}{'rows':>6}{'kind':>6}{'was us':>10}{'best us':>10}{'library us':>12}  tiling")
+        print(f"{'gemm':<12}{'rows':>6}{'kind':>6}{'was us':>10}{'best us':>10}{'library us':>12}  tiling")
 
     def report(trial: dict[str, Any]) -> None:
         print(json.dumps(trial) if args.json else line_of(trial), flush=True)

@@ -105,7 +105,7 @@ def _remove_abandoned(setting: str, path: str) -> None:
     except OSError as error:
         raise ConfigError(setting, f"{path} cannot be used: {error.strerror}", "choose another path") from None
     if not stat.S_ISSOCK(found.st_mode):
-        raise ConfigError(setting, f"{path} exists and is no socket", "choose another path")
+        raise ConfigError(setting, f"{path} exists and is not a socket", "choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         answer = probe.connect_ex(path)

@@ -64,5 +64,5 @@ def _explain(error: OSError, host: str, port: int, setting: str) -> ConfigError:
     if error.errno == errno.EACCES:
         return ConfigError(setting, f"{port} may not be used by this user", "choose one above 1023")
     if error.errno == errno.EADDRNOTAVAIL:
-        return ConfigError("host", f"{host} is no address of this machine", "use 127.0.0.1 or 0.0.0.0")
+        return ConfigError("host", f"{host} is not an address of this machine", "use 127.0.0.1 or 0.0.0.0")
     return ConfigError(setting, f"{host}:{port} cannot be bound: {error.strerror}", "choose another")

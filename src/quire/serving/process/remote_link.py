@@ -170,7 +170,7 @@ class RemoteLink:
             if self._closing:
                 return
             if is_bounded and len(self._outbox) >= _MAX_OUTBOX:
-                raise EngineDead(f"{_MAX_OUTBOX} messages to the engine are unsent: it reads nothing")
+                raise EngineDead(f"{_MAX_OUTBOX} messages to the engine are unsent: it does not read them")
             self._closing = last
             self._outbox.append(outgoing)
             if self._woken and not last:
@@ -254,9 +254,9 @@ class RemoteLink:
             self._is_blocked = is_blocked
             self._poller.register(self._engine.pollable, zmq.POLLIN | (zmq.POLLOUT if is_blocked else 0))
             if is_blocked:
-                logger.warning("the engine reads nothing: what is sent to it waits")
+                logger.warning("the engine does not read its messages: new ones are queued")
             else:
-                logger.info("the engine reads again")
+                logger.info("the engine reads its messages again")
 
     def _read_control(self, listener: EngineListener) -> bool:
         """Read the supervisor's messages. Returns False if it is gone."""

@@ -273,7 +273,7 @@ class Supervisor:
             return
         self._draining = True
         self._announcer.end_progress()
-        logger.info("stopping (%s): what runs has %g s to finish", why, self._config.drain_seconds)
+        logger.info("stopping (%s): running requests have %g s to finish", why, self._config.drain_seconds)
         self._engine.retire()
         self._edges.drain(now)
 

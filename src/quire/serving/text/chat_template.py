@@ -108,7 +108,7 @@ class ChatTemplate:
         may be image placeholders. Raises InvalidRequest.
         """
         if continue_final_message and add_generation_prompt:
-            reason = "a message cannot be continued and a new one begun"
+            reason = "cannot be combined with add_generation_prompt, which begins a new message"
             raise InvalidRequest("continue_final_message", reason, "set add_generation_prompt=False")
         data = PlainData(self.limits, takes_images=takes_images)
         conversation, offered = check_messages(messages, data, self.limits), check_tools(tools, data)
@@ -191,7 +191,11 @@ class ChatTemplates:
                 raise InvalidRequest(name, f"must be {wanted}, got {type(value).__name__}")
         for name in variables or {}:
             if name in _OPTIONS:
-                raise InvalidRequest(f"chat_template_kwargs.{name}", "is no variable of templates", "pass it by itself")
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name}",
+                    "is not a template variable",
+                    "pass it as an argument of its own, outside chat_template_kwargs",
+                )
         template = self._find(source or self._default)
         if source and not template.reads_messages:
             reason = f"{source!r:.80} never reads the variable messages"

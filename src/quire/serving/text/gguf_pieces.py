@@ -34,7 +34,9 @@ def build_words(vocabulary: GgufVocabulary) -> Tokenizer:
     try:
         return build_word_pieces(tokens, tokens[unknown], lowercase=lowercase, strip_accents=strip)
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
-        raise ModelLoadError(vocabulary.file, f"tokenizer.ggml.tokens are no word pieces: {error}") from None
+        raise ModelLoadError(
+            vocabulary.file, f"tokenizer.ggml.tokens are not a WordPiece vocabulary: {error}"
+        ) from None
 
 
 def _word_piece(token: str, kind: int) -> str:
@@ -56,7 +58,7 @@ def build_unigram(vocabulary: GgufVocabulary) -> Tokenizer:
         steps = [normalizers.Precompiled(charsmap)] if (charsmap := _charsmap(vocabulary)) else []
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
         raise ModelLoadError(
-            vocabulary.file, f"is no Unigram tokenizer: {error}", fix="convert the model again"
+            vocabulary.file, f"is not a valid Unigram tokenizer: {error}", fix="convert the model again"
         ) from None
     tokenizer.normalizer = normalizers.Sequence(steps)
     prefix = vocabulary.flag("add_space_prefix", default=True)

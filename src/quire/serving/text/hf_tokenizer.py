@@ -46,7 +46,9 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         fix = "download it, or convert a slow tokenizer (transformers: save_pretrained of a fast one), or name "
         fix += "a folder that has one as `tokenizer`"
-        raise ModelLoadError(str(path), "no such file, and there is no vocab.txt of word pieces either", fix=fix)
+        raise ModelLoadError(
+            str(path), "no such file, and there is no vocab.txt of a WordPiece tokenizer either", fix=fix
+        )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)

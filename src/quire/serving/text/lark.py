@@ -134,7 +134,7 @@ def lark_of(grammar: str) -> str:
         raise InvalidRequest("structured_outputs.grammar", "is nested too deeply", "flatten it") from None
     except Exception as error:  # noqa: BLE001 - the converter raises nothing narrower
         reason = " ".join(str(error).split())
-        raise InvalidRequest("structured_outputs.grammar", f"is no EBNF that can be read: {reason}") from None
+        raise InvalidRequest("structured_outputs.grammar", f"is not valid EBNF: {reason}") from None
 
 
 def one_of(expressions: Iterable[str]) -> str:

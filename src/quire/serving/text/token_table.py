@@ -21,7 +21,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     """Return the bytes of all tokens. Raises InvalidRequest for tokenizers that put a separator between tokens."""
     if tokenizer.decoding.rules.joiner:
         raise InvalidRequest(
-            "structured_outputs", "cannot be followed with this model's tokenizer, which joins tokens by spaces"
+            "structured_outputs", "are not supported with this model's tokenizer, which puts spaces between tokens"
         )
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
     return Vocabulary(tokens, tokenizer.special_ids.union(tokenizer.eos_ids), tokenizer.eos_ids, _encoder(tokenizer))

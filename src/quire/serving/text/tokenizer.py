@@ -133,7 +133,7 @@ def _with_step(rules: Rules, step: dict[str, Any], fused: bool) -> tuple[Rules, 
     if kind == "Fuse":
         return rules, True
     raise ModelLoadError(
-        "tokenizer.json", f"decoder step {kind!r} is not supported where it stands", fix="use another model"
+        "tokenizer.json", f"decoder step {kind!r} is not supported in this place", fix="use another model"
     )
 
 

@@ -43,7 +43,7 @@ class MediaSources:
         head, comma, body = url[5:].partition(",")
         kind, *options = head.lower().split(";")
         if not comma or "base64" not in options:
-            raise InvalidRequest(field, "is no data: URL in base64", _DATA)
+            raise InvalidRequest(field, "is not a base64 data: URL", _DATA)
         if kind not in MEDIA_TYPES:
             raise InvalidRequest(field, f"is of type {kind!r:.60}", f"send one of {', '.join(MEDIA_TYPES)}")
         return decode_base64(field, body, self.max_bytes)
@@ -58,7 +58,7 @@ class MediaSources:
             host, path = "unknown", ""
         path = unquote(path)
         if host not in ("", "localhost") or "\0" in path or not path.startswith("/"):
-            raise InvalidRequest(field, "is no path of a local file", "send file:///folder/name.png")
+            raise InvalidRequest(field, "is not the path of a local file", "send file:///folder/name.png")
         real = os.path.realpath(path)
         if os.path.commonpath((self.folder, real)) != self.folder:
             reason = "is outside of the folder of media that is allowed here"
@@ -75,7 +75,7 @@ class MediaSources:
         with os.fdopen(fd, "rb") as file:
             link = Path(f"/proc/self/fd/{fd}")
             if not stat.S_ISREG(os.fstat(fd).st_mode) or (link.exists() and str(link.readlink()) != real):
-                raise InvalidRequest(field, "is no plain file", "name a file that is there")
+                raise InvalidRequest(field, "is not a plain file", "name a file that is there")
             data = file.read(self.max_bytes + 1)
         if len(data) > self.max_bytes:
             raise InvalidRequest(field, f"has more than {self.max_bytes:,} bytes", "send a smaller image")
@@ -89,7 +89,7 @@ def decode_base64(field: str, text: str, max_bytes: int) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequest(field, "is no valid base64", "encode the whole file") from None
+        raise InvalidRequest(field, "is not valid base64", "encode the whole file") from None
 
 
 def read_media_folder(path: str | os.PathLike[str] | None) -> str | None:
@@ -99,5 +99,5 @@ def read_media_folder(path: str | os.PathLike[str] | None) -> str | None:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError("allowed_local_media_path", f"cannot be a {type(path).__name__}", "give a folder")
     if not Path(path).is_dir():
-        raise ConfigError("allowed_local_media_path", f"{os.fspath(path)!r} is no folder", "give one that is there")
+        raise ConfigError("allowed_local_media_path", f"{os.fspath(path)!r} is not a folder", "give an existing one")
     return os.path.realpath(path)

@@ -23,7 +23,7 @@ def _write_call(lark: LarkGrammar, prefix: str, function: Function) -> str:  # n
     first = rest = '")"'  # the rest of the call if no parameter, or at least one, precedes it
     for name, schema, is_required in reversed(parameters_of(function)):
         if not _KEY.fullmatch(name):
-            reason = f"{name!r:.80} of {function['name']} is no name of a parameter in Python, which this model writes"
+            reason = f"{name!r:.80} of {function['name']} is not a Python name, and this model writes Python calls"
             raise InvalidRequest("tools", reason, "rename it")
         value = f"{lark.fixed(f'{name}=')} {json_rule(schema)}"
         if is_required:
