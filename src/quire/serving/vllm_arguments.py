@@ -93,7 +93,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "prefill_context_parallel_size": NoEffect((None, 1), _NO_CONTEXT),
     "nnodes": NoEffect((None, 1), _BY_RAY),
     "node_rank": NoEffect((None, 0), _BY_RAY),
-    "enable_eplb": NoEffect(OFF, "experts stay where they were loaded; leave it out"),
+    "enable_eplb": NoEffect(OFF, "experts are not moved between ranks; leave it out"),
     "disable_custom_all_reduce": tuning("ranks reduce by NCCL or Gloo", False, True),
     "max_parallel_loading_workers": tuning("weights are read by all cores"),
     "ray_workers_use_nsight": NoEffect(OFF, "leave it out"),
@@ -133,11 +133,11 @@ NO_EFFECT: dict[str, NoEffect] = {
     "long_prefill_token_threshold": tuning("use max_num_batched_tokens", 0),
     "num_lookahead_slots": tuning("use speculative_config", 0),
     "prefix_caching_hash_algo": tuning("the prefix cache compares tokens, not hashes", "sha256", "builtin"),
-    "disable_sliding_window": NoEffect(OFF, "windows are always obeyed; leave it out"),
-    "disable_hybrid_kv_cache_manager": tuning("layers with a window free what has left it", False),
+    "disable_sliding_window": NoEffect(OFF, "sliding windows are always applied; leave it out"),
+    "disable_hybrid_kv_cache_manager": tuning("blocks that have left the sliding window are always freed", False),
     "disable_cascade_attn": tuning("shared prefixes are read once where that is faster", False),
     "calculate_kv_scales": NoEffect(
-        OFF, "every head of every token has a scale of its own, computed as it is written; leave it out"
+        OFF, "there is one scale per head and token, computed when the cache is written; leave it out"
     ),
     "kv_transfer_config": NoEffect((None,), "use kv_role and kv_transport"),
     "kv_events_config": NoEffect((None,), "leave it out"),
