@@ -193,7 +193,7 @@ class _Stream:
         self.request, self.loop = request, loop
         self.prompt, self._kind = prompt, kind
         self._prompt_token_ids = list(request.prompt_token_ids)
-        self._news: deque[StreamPiece] = deque()
+        self._pieces: deque[StreamPiece] = deque()
         self._so_far: dict[int, CompletionOutput] = {}
         self._end: RequestOutput | None = None
         self._error: QuireError | None = None
@@ -205,7 +205,7 @@ class _Stream:
 
     def take(self, pieces: Iterable[StreamPiece], end: RequestOutput | None, error: QuireError | None) -> None:
         """Add new pieces, and the output or error of a request that ended. Called on its event loop."""
-        self._news.extend(pieces)
+        self._pieces.extend(pieces)
         self._end, self._error = end, error
         self._wake.set()
 
@@ -214,8 +214,8 @@ class _Stream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            pieces, end = list(self._news), self._end
-            self._news.clear()
+            pieces, end = list(self._pieces), self._end
+            self._pieces.clear()
             if self._error is not None:
                 raise self._error
             output = self._output(pieces, end)
@@ -263,7 +263,7 @@ class _EngineThread:
         self._client = client
         self._batch = Batch(client, tokenizer, follow_all=True, keep_outputs=False)
         self._streams: dict[str, _Stream] = {}
-        self._orders: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._stops = False
         self.error: QuireError | None = None  # why the engine takes no more requests; None while it does
@@ -278,12 +278,12 @@ class _EngineThread:
 
     def submit(self, stream: _Stream) -> None:
         """Start a request. If the engine refuses it, the stream raises the error."""
-        if not self._order(lambda: self._submit(stream)):
+        if not self._queue_call(lambda: self._submit(stream)):
             self._deliver([(stream, [], None, self.error)])
 
     def abort(self, request_id: str) -> None:
         """Abort a request if it is live."""
-        self._order(lambda: self._client.abort(Abort(request_id)))
+        self._queue_call(lambda: self._client.abort(Abort(request_id)))
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
         """Run `work` on the engine thread between two steps. Raises EngineDead."""
@@ -298,7 +298,7 @@ class _EngineThread:
             except Exception as error:  # noqa: BLE001 - the caller gets it
                 result.set_exception(error)
 
-        if not self._order(run):
+        if not self._queue_call(run):
             result.set_exception(EngineDead(str(self.error)))
         return result
 
@@ -309,12 +309,12 @@ class _EngineThread:
             self._changed.notify()
         self._thread.join()
 
-    def _order(self, order: Callable[[], None]) -> bool:
+    def _queue_call(self, call: Callable[[], None]) -> bool:
         """Queue a call for the engine thread. Returns False if the thread has ended."""
         with self._changed:
             if self.error is not None:
                 return False
-            self._orders.append(order)
+            self._calls.append(call)
             self._changed.notify()
             return True
 
@@ -322,7 +322,7 @@ class _EngineThread:
     def _run(self) -> None:
         reason = "the engine was shut down"
         try:
-            while self._take_orders():
+            while self._run_calls():
                 if self._batch.is_live:
                     self._step()
                 if self.error is not None:
@@ -331,23 +331,23 @@ class _EngineThread:
             reason = str(error) if isinstance(error, QuireError) else f"the engine failed: {error!r}"
         with self._changed:
             self.error = EngineDead(reason)
-            orders, self._orders = list(self._orders), deque()
-        for order in orders:  # late calls get the error
+            calls, self._calls = list(self._calls), deque()
+        for call in calls:  # late calls get the error
             with suppress(QuireError):
-                order()
+                call()
         self._deliver([(stream, [], None, EngineDead(reason)) for stream in self._streams.values()])
         self._streams.clear()
 
-    def _take_orders(self) -> bool:
+    def _run_calls(self) -> bool:
         """Run the queued calls, or wait if there is nothing to do. Returns False if the thread must end."""
         with self._changed:
-            while not self._orders and not self._stops and not self._batch.is_live:
+            while not self._calls and not self._stops and not self._batch.is_live:
                 self._changed.wait()
             if self._stops:
                 return False
-            orders, self._orders = list(self._orders), deque()
-        for order in orders:
-            order()
+            calls, self._calls = list(self._calls), deque()
+        for call in calls:
+            call()
         return True
 
     def _submit(self, stream: _Stream) -> None:
@@ -365,35 +365,35 @@ class _EngineThread:
             self._deliver([(stream, [], None, refusal)])
 
     def _step(self) -> None:
-        news: dict[str, list[StreamPiece]] = {}
+        pieces: dict[str, list[StreamPiece]] = {}
         for piece in self._batch.step():
-            news.setdefault(piece.request_id, []).append(piece)
+            pieces.setdefault(piece.request_id, []).append(piece)
         ended: dict[str, Ended] = {end.output.request_id: end for end in self._batch.take_ended()}
-        letters: list[_Letter] = []
-        for name in news.keys() | ended.keys():
+        deliveries: list[_Delivery] = []
+        for name in pieces.keys() | ended.keys():
             stream, end = self._streams[name], ended.get(name)
             output, error = (None, None) if end is None else end
-            letters.append((stream, news.get(name, []), output, error))
+            deliveries.append((stream, pieces.get(name, []), output, error))
             if end is not None:
                 del self._streams[name]
         if self._client.dead is not None:  # set before a failed request is reported
             self.error = EngineDead(self._client.dead)
-        self._deliver(letters)
+        self._deliver(deliveries)
 
     @staticmethod
-    def _deliver(letters: list[_Letter]) -> None:
+    def _deliver(deliveries: list[_Delivery]) -> None:
         """Pass each event loop everything for its streams, in one thread-safe call."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Letter]] = {}
-        for letter in letters:
-            by_loop.setdefault(letter[0].loop, []).append(letter)
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
+        for delivery in deliveries:
+            by_loop.setdefault(delivery[0].loop, []).append(delivery)
         for loop, own in by_loop.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_hand_out, own)
+                loop.call_soon_threadsafe(_hand_over, own)
 
 
-_Letter = tuple[_Stream, list[StreamPiece], RequestOutput | None, QuireError | None]
+_Delivery = tuple[_Stream, list[StreamPiece], RequestOutput | None, QuireError | None]
 
 
-def _hand_out(letters: list[_Letter]) -> None:
-    for stream, pieces, end, error in letters:
+def _hand_over(deliveries: list[_Delivery]) -> None:
+    for stream, pieces, end, error in deliveries:
         stream.take(pieces, end, error)

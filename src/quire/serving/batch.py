@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.serving.client import EngineClient
-from quire.serving.outputs import OutputBuilder, RequestFollower, StreamPiece, logprobs_by_handle, own_fault
+from quire.serving.outputs import OutputBuilder, RequestFollower, StreamPiece, logprobs_by_handle, request_fault
 from quire.serving.requests import Prompt
 from quire.serving.terminal import DeferredInterrupt
 from quire.serving.text.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ class Batch:
             self._followed.pop(live.handle + index, None)
         output = self._builder.build(live.request, live.prompt, finished, live.follower.texts)
         output.metrics["latency_seconds"] = time.monotonic() - live.submitted_at
-        error = None if finished.error is None else own_fault(finished) or self._failure(finished.error)
+        error = None if finished.error is None else request_fault(finished) or self._failure(finished.error)
         self._ended.append(Ended(output, error))
         if self._keep_outputs:
             self._outputs[live.place] = output

@@ -79,8 +79,8 @@ def result_line(custom_id: str, request_id: str, status: int, body: bytes) -> by
     """Return a line of the output file with the response of an endpoint, whatever its status. `body` is JSON and is
     inserted unchanged, except that line breaks become spaces."""
     head = _line({"id": f"batch_req_{token_hex(12)}", "custom_id": custom_id})[:-2]
-    told = json.dumps({"status_code": status, "request_id": request_id}).encode()[:-1]
-    return head + b',"response":' + told + b',"body":' + body.replace(b"\n", b" ") + b'},"error":null}\n'
+    status_fields = json.dumps({"status_code": status, "request_id": request_id}).encode()[:-1]
+    return head + b',"response":' + status_fields + b',"body":' + body.replace(b"\n", b" ") + b'},"error":null}\n'
 
 
 def error_line(custom_id: str | None, code: str, message: str, number: int) -> bytes:

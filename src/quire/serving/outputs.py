@@ -162,13 +162,13 @@ class RequestFollower:
         return "".join([text.push(token) for token, _ in self.replay(end)])
 
     def ends(self, finished: Finished) -> list[tuple[SampleEnd, SampleText | None]]:
-        """Return every sample as the user sees it (see `settled`), sorted by index, with its text if it was
+        """Return every sample as the user sees it (see `cut_at_stop`), sorted by index, with its text if it was
         followed."""
-        pairs = [(settled(end, self.texts.get(end.index)), self.texts.get(end.index)) for end in finished.samples]
+        pairs = [(cut_at_stop(end, self.texts.get(end.index)), self.texts.get(end.index)) for end in finished.samples]
         return sorted(pairs, key=lambda pair: pair[0].index)
 
 
-def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
+def cut_at_stop(end: SampleEnd, text: SampleText | None) -> SampleEnd:
     """Return a sample as the user sees it: cut after the token at which its text ended it."""
     if text is None or text.stopped_by is None:
         return end
@@ -181,7 +181,7 @@ def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
     )
 
 
-def spoken_ids(request: Submit, token_ids: Sequence[int]) -> Sequence[int]:
+def visible_ids(request: Submit, token_ids: Sequence[int]) -> Sequence[int]:
     """Return the tokens that the text of an answer shows: all except a last one that ended it."""
     is_silent = token_ids and token_ids[-1] in request.rules.end_ids
     return token_ids[:-1] if is_silent and not request.sampling.include_stop_str_in_output else token_ids
@@ -208,7 +208,7 @@ class StreamPiece:
     logprobs: tuple[dict[int, Logprob], ...] = ()  # of `token_ids`, if requested
 
 
-def own_fault(finished: Finished) -> InvalidRequest | None:
+def request_fault(finished: Finished) -> InvalidRequest | None:
     """Return the InvalidRequest of an accepted request that failed through its own fault, or None if the engine is at
     fault.
 
@@ -257,7 +257,7 @@ class OutputBuilder:
     def _completion(
         self, request: Submit, end: SampleEnd, text: SampleText | None, error: str | None
     ) -> CompletionOutput:
-        end = settled(end, text)
+        end = cut_at_stop(end, text)
         stop_reason = error if end.finish_reason == "error" else end.stop_reason
         token_ids, logprobs = end.token_ids, end.logprobs
         wants_logprobs = request.sampling.logprobs is not None
@@ -278,7 +278,7 @@ class OutputBuilder:
         if self._tokenizer is None or not sampling.detokenize:
             return ""
         detokenizer = answer_detokenizer(self._tokenizer, sampling)
-        return detokenizer.push(spoken_ids(request, token_ids)) + detokenizer.finish()
+        return detokenizer.push(visible_ids(request, token_ids)) + detokenizer.finish()
 
     def read_logprobs(self, entry: TokenLogprobs, num_named: int = 0) -> dict[int, Logprob]:
         """Return the logprobs of one position by token id: the chosen token, then the most likely ones with their

@@ -181,8 +181,8 @@ def _runs(recording: Recording, args: argparse.Namespace, changes: list[str]) ->
         from quire.simulator.replay import replay
 
         result = replay(recording)
-        told = None if result.difference is None else str(result.difference)
-        return [result.run], {"difference": told, "inexact": recording.inexact}
+        note = None if result.difference is None else str(result.difference)
+        return [result.run], {"difference": note, "inexact": recording.inexact}
     from quire.simulator.what_if import Scenario
 
     setup, scenario = recording.setup, Scenario.from_recording(recording)
@@ -197,13 +197,13 @@ def _runs(recording: Recording, args: argparse.Namespace, changes: list[str]) ->
         settings = read_policy_settings(args.against, None)
         other = replace(scheduler, policy=args.against, policy_settings=settings)
         runs.insert(0, scenario.run(args.against, cache, other))
-    fit, without = scenario.fit, [told for run in runs if (told := _without(run, (setup.cache, cache)))]
+    fit, without = scenario.fit, [note for run in runs if (note := _missing_features(run, (setup.cache, cache)))]
     prices = {"step_seconds": fit.cost.step, "prompt_token_seconds": fit.cost.token, "row_seconds": fit.cost.row}
     fitted = {"fitted_steps": fit.num_used, "steps": fit.num_steps, "error": fit.error}
     return runs, {"cost": prices | fitted, "without": without}
 
 
-def _without(run: Run, others: Iterable[CacheConfig]) -> str:
+def _missing_features(run: Run, others: Iterable[CacheConfig]) -> str:
     """Return a remark on features of the other configurations that a run does not have; "" if there are none."""
     wanted = set().union(*map(_extras, others))
     lost = [name for name in _EXTRAS if name in wanted - _extras(run.cache)]
@@ -263,7 +263,7 @@ def _remarks(facts: dict[str, Any]) -> list[str]:
     if "cost" in facts:
         cost = facts["cost"]
         prices = f"{1e3 * cost['step_seconds']:.3f} ms + {1e6 * cost['prompt_token_seconds']:.2f} us / prompt token"
-        told = f"{prices} + {1e6 * cost['row_seconds']:.2f} us / decoding row"
+        note = f"{prices} + {1e6 * cost['row_seconds']:.2f} us / decoding row"
         fitted = f"fitted to {cost['fitted_steps']} of {cost['steps']} steps, {cost['error']:.0%} off over all"
-        lines.append(f"a step takes {told}: {fitted}")
+        lines.append(f"a step takes {note}: {fitted}")
     return lines

@@ -36,7 +36,7 @@ def enter_child(arguments: list[str]) -> ControlChannel:
     return ControlChannel.inherited(int(arguments[0]))
 
 
-def leave_orphaned() -> NoReturn:
+def exit_orphaned() -> NoReturn:
     """Exit at once, without cleanup, because the supervisor is gone."""
     os._exit(EXIT_ORPHANED)
 

@@ -36,7 +36,7 @@ class ChildProcess:
         self._socket.setblocking(False)
         self._unpacker = Unpacker()
         self._unsent = bytearray()
-        self._hung_up = False
+        self._is_closed = False
 
     @property
     def pid(self) -> int:
@@ -44,7 +44,7 @@ class ChildProcess:
 
     @property
     def has_ended(self) -> bool:
-        return self._hung_up or self._process.poll() is not None
+        return self._is_closed or self._process.poll() is not None
 
     @property
     def has_unsent(self) -> bool:
@@ -63,10 +63,10 @@ class ChildProcess:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
         except BlockingIOError:
-            self._hung_up |= len(self._unsent) > _MAX_UNSENT
+            self._is_closed |= len(self._unsent) > _MAX_UNSENT
         except OSError:
             self._unsent.clear()
-            self._hung_up = True
+            self._is_closed = True
 
     def receive(self) -> list[ControlMessage]:
         """Return the messages that have arrived. Notes if the process has closed its socket."""
@@ -74,11 +74,11 @@ class ChildProcess:
         try:
             while data := self._socket.recv(_READ):
                 messages.extend(self._unpacker.feed(data))
-            self._hung_up = True
+            self._is_closed = True
         except BlockingIOError:
             pass
         except (OSError, BadControl):
-            self._hung_up = True
+            self._is_closed = True
         return messages
 
     def dump_stacks(self) -> None:

@@ -96,9 +96,9 @@ class EdgeKeeper:
         for seat in self._seats:
             if seat.child is not None and now >= seat.kill_at:
                 seat.child.kill()
-                self._bury(seat)
+                self._clean_up(seat)
             elif seat.child is not None and seat.child.has_ended:
-                self._bury(seat)
+                self._clean_up(seat)
             elif seat.child is not None and seat.hung is None:
                 self._watch(seat, now)
             if seat.child is None and not self.draining and self.failure is None and now >= seat.start_at:
@@ -121,7 +121,7 @@ class EdgeKeeper:
             if child is not but:
                 child.send(message)
 
-    def tell(self, edge: int, message: ControlMessage) -> None:
+    def send_to(self, edge: int, message: ControlMessage) -> None:
         """Send a message to one edge, if it still runs."""
         for seat in self._seats:
             if seat.edge == edge and seat.child is not None:
@@ -152,7 +152,7 @@ class EdgeKeeper:
             child.kill()
         for seat in self._seats:
             if seat.child is not None:
-                self._bury(seat)
+                self._clean_up(seat)
 
     def _watch(self, seat: _Seat, now: float) -> None:
         """Ping a ready edge, and kill an edge whose event loop does not answer or that does not become ready."""
@@ -180,7 +180,7 @@ class EdgeKeeper:
         try:
             seat.child = ChildProcess(self._module, inherit=fds)
         except OSError as error:
-            self._plan_next(seat, f"no process can be started: {error}")
+            self._plan_restart(seat, f"no process can be started: {error}")
             return
         start = EdgeStart(
             self._config, seat.edge, seat.listen_fd, str(self._directory), seat.place, admin_fd=self._admin_fd
@@ -188,7 +188,7 @@ class EdgeKeeper:
         seat.child.send(start)
         self._on_start(seat.child)
 
-    def _bury(self, seat: _Seat) -> None:
+    def _clean_up(self, seat: _Seat) -> None:
         assert seat.child is not None
         for message in seat.child.receive():
             self.handle(seat.child, message)
@@ -198,9 +198,9 @@ class EdgeKeeper:
         self._on_gone(seat.edge)
         if not self.draining:
             reason = seat.hung or (seat.fatal.reason if seat.fatal else f"edge process {seat.edge} {ending}")
-            self._plan_next(seat, reason, was_ready=was_ready)
+            self._plan_restart(seat, reason, was_ready=was_ready)
 
-    def _plan_next(self, seat: _Seat, reason: str, *, was_ready: bool = False) -> None:
+    def _plan_restart(self, seat: _Seat, reason: str, *, was_ready: bool = False) -> None:
         """Set when the next edge of this seat starts, or set `failure` if the server must give up."""
         seat.failures = 0 if was_ready else seat.failures + 1
         if not was_ready and (seat.failures >= MAX_START_FAILURES or (seat.fatal and not seat.fatal.retry)):

@@ -75,7 +75,7 @@ class EngineKeeper:
     def poll(self, now: float) -> None:
         """Start, kill or clean up the engine if that is due."""
         if self.child is not None and self.child.has_ended:
-            self._bury()
+            self._clean_up()
         if self.child is not None:
             self._watch(now)
         elif self._start_at is not None and now >= self._start_at and not self.retired and self.failure is None:
@@ -93,7 +93,7 @@ class EngineKeeper:
         elif isinstance(message, Fatal):
             self._fatal = message
 
-    def tell_edge_gone(self, edge: int) -> None:
+    def report_edge_gone(self, edge: int) -> None:
         if self.child is not None:
             self.child.send(EdgeGone(edge))
 
@@ -112,7 +112,7 @@ class EngineKeeper:
         self.retired = self._asked_to_stop = True
         if self.child is not None:
             self.child.kill()
-            self._bury()
+            self._clean_up()
 
     def _start(self, now: float) -> None:
         self.generation += 1
@@ -121,7 +121,7 @@ class EngineKeeper:
         try:
             self.child, self._spawned = ChildProcess(self._module, spawned=self._spawned), None
         except OSError as error:
-            self._plan_next(f"no process can be started: {error}")
+            self._plan_restart(f"no process can be started: {error}")
             return
         address = f"ipc://{self._file('engine')}"
         config = self._config
@@ -155,7 +155,7 @@ class EngineKeeper:
             return None
         return f"a step took longer than {limit:g} s"
 
-    def _bury(self) -> None:
+    def _clean_up(self) -> None:
         """Clean up after the engine has ended: handle its last messages, reap it, and decide whether to start
         another."""
         assert self.child is not None
@@ -173,9 +173,9 @@ class EngineKeeper:
         for kind in ("engine", "progress"):
             self._file(kind).unlink(missing_ok=True)
         if not self._asked_to_stop:
-            self._plan_next(reason, served_seconds, is_final=is_final)
+            self._plan_restart(reason, served_seconds, is_final=is_final)
 
-    def _plan_next(self, reason: str, served_seconds: float | None = None, *, is_final: bool = False) -> None:
+    def _plan_restart(self, reason: str, served_seconds: float | None = None, *, is_final: bool = False) -> None:
         """Set when the next engine starts, or set `failure` if none does. `served_seconds` is how long the last one
         served; None if it did not become ready."""
         served = served_seconds is not None

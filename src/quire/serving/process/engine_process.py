@@ -28,7 +28,7 @@ from quire.engine.process import EngineLoop
 from quire.engine.progress import ProgressRecord
 from quire.engine.transport import EngineSocket
 from quire.observability.logging import set_up_logging
-from quire.serving.process.child import EXIT_ENGINE_DEAD, EXIT_FAILED, ProgressReports, enter_child, leave_orphaned
+from quire.serving.process.child import EXIT_ENGINE_DEAD, EXIT_FAILED, ProgressReports, enter_child, exit_orphaned
 from quire.serving.process.control import (
     AdaptersNow,
     ControlChannel,
@@ -59,7 +59,7 @@ def run_engine(arguments: list[str], load: Load, prepare: Callable[[], None] = l
     prepare()
     start = channel.receive()
     if start is None:
-        leave_orphaned()
+        exit_orphaned()
     assert isinstance(start, EngineStart)
     set_up_logging(start.config.log_level, start.config.log_format, "engine")
     control = _Control(channel)
@@ -242,7 +242,7 @@ class _Control:
                 if self._loop is None:
                     os._exit(0)  # no request was accepted yet
                 self._loop.stop()
-        leave_orphaned()
+        exit_orphaned()
 
 
 def _serve(loop: EngineLoop, channel: ControlChannel) -> int:

@@ -16,7 +16,7 @@ import sys
 import threading
 
 from quire.observability.logging import set_up_logging
-from quire.serving.process.child import EXIT_FAILED, EXIT_ORPHANED, ProgressReports, enter_child, leave_orphaned
+from quire.serving.process.child import EXIT_FAILED, EXIT_ORPHANED, ProgressReports, enter_child, exit_orphaned
 from quire.serving.process.control import ControlChannel, Fatal, Fetched, FetchStart, Stop
 from quire.serving.process.model_files import with_local_files
 from quire.serving.process.tls import make_context
@@ -117,7 +117,7 @@ def _watch_supervisor(channel: ControlChannel) -> None:
     while (message := channel.receive()) is not None:
         if isinstance(message, Stop):
             os._exit(0)
-    leave_orphaned()
+    exit_orphaned()
 
 
 def main(arguments: list[str]) -> int:

@@ -68,7 +68,7 @@ class GrammarChecker:
         answer.set_running_or_notify_cancel()
         outcome = self._find(plan)
         if outcome is None:
-            self._living_child().ask(plan, lambda found: self._settle(plan, answer, found))
+            self._running_child().ask(plan, lambda found: self._finish(plan, answer, found))
         else:
             outcome.put_into(answer)
         return answer
@@ -80,7 +80,7 @@ class GrammarChecker:
         if child is not None:
             child.close()
 
-    def _living_child(self) -> _Child:
+    def _running_child(self) -> _Child:
         with self._lock:
             if self._child is None or self._child.is_lost:
                 if importlib.util.find_spec("llguidance") is None:
@@ -97,7 +97,7 @@ class GrammarChecker:
                 self._kept.move_to_end(plan)
             return self._kept.get(plan)
 
-    def _settle(self, plan: AnswerPlan, answer: Future[CheckedGrammar], outcome: _Outcome) -> None:
+    def _finish(self, plan: AnswerPlan, answer: Future[CheckedGrammar], outcome: _Outcome) -> None:
         if outcome.is_certain:
             with self._lock:
                 if plan not in self._kept:
@@ -190,10 +190,10 @@ class _Child:
     def _read(self) -> None:
         while True:
             try:
-                said = json.loads(self._channel.recv_bytes())
+                answer = json.loads(self._channel.recv_bytes())
             except (EOFError, OSError):
                 break
-            self._asked.pop(said.pop("number"))(_read_outcome(said))
+            self._asked.pop(answer.pop("number"))(_read_outcome(answer))
         self.is_lost = True
         self._channel.close()
         while self._asked:
@@ -201,7 +201,7 @@ class _Child:
             then(_Outcome(is_lost=True, is_certain=False))
 
 
-def _read_outcome(said: dict[str, Any]) -> _Outcome:
-    if "grammar" in said:
-        return _Outcome(grammar=said["grammar"])
-    return _Outcome(error=(said["field"], said["reason"], said["fix"]), is_certain=said["is_certain"])
+def _read_outcome(answer: dict[str, Any]) -> _Outcome:
+    if "grammar" in answer:
+        return _Outcome(grammar=answer["grammar"])
+    return _Outcome(error=(answer["field"], answer["reason"], answer["fix"]), is_certain=answer["is_certain"])

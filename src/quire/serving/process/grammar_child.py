@@ -43,7 +43,10 @@ PARALLEL = 16  # checks at the same time, so that quick ones do not wait for slo
 NICENESS = 5  # lower scheduling priority than the engine
 TOO_LONG = "takes too long to compile"
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")  # removed from errors
-_DEATHS: dict[int, str] = {signal.SIGSEGV: "is nested too deeply", signal.SIGABRT: "needs too much memory to compile"}
+_REASON_OF_SIGNAL: dict[int, str] = {
+    signal.SIGSEGV: "is nested too deeply",
+    signal.SIGABRT: "needs too much memory to compile",
+}
 
 
 def read_vocabulary(channel: Connection) -> Vocabulary:
@@ -123,7 +126,7 @@ class _Check:
     field_name: str  # the field that a refusal names
     pid: int
     deadline: float
-    said: bytearray = field(default_factory=bytearray)
+    output: bytearray = field(default_factory=bytearray)
 
 
 class CheckServer:
@@ -138,25 +141,25 @@ class CheckServer:
 
     def run(self) -> None:
         while True:
-            for key, _ in self._selector.select(self._patience()):
+            for key, _ in self._selector.select(self._seconds_left()):
                 if key.fd == self._channel.fileno():
                     try:
-                        self._hear()
+                        self._receive()
                     except (EOFError, OSError):
                         return
                 else:
                     self._read(key.fd)
-            self._end_late()
+            self._end_overdue()
             while self._waiting and len(self._running) < PARALLEL:
                 self._begin(*self._waiting.popleft())
 
-    def _patience(self) -> float | None:
+    def _seconds_left(self) -> float | None:
         """Return the seconds until the first deadline; None if nothing runs."""
         if not self._running:
             return None
         return max(0.0, min(check.deadline for check in self._running.values()) - time.monotonic())
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         asked = json.loads(self._channel.recv_bytes())
         self._waiting.append((asked["number"], AnswerPlan.from_json(asked["plan"])))
 
@@ -174,11 +177,11 @@ class CheckServer:
     def _read(self, pipe: int) -> None:
         data = os.read(pipe, 2**16)
         check = self._running[pipe]
-        check.said += data
+        check.output += data
         if not data:
             self._finish(pipe, "")
 
-    def _end_late(self) -> None:
+    def _end_overdue(self) -> None:
         now = time.monotonic()
         for pipe, check in list(self._running.items()):
             if now >= check.deadline:
@@ -194,9 +197,9 @@ class CheckServer:
                 os.kill(check.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(check.pid, 0)[1])
         is_answered = status == 0 and not reason
-        answer = json.loads(check.said) if is_answered else _refusal(check.field_name, reason or _death(status))
+        answer = json.loads(check.output) if is_answered else _refusal(check.field_name, reason or _exit_reason(status))
         # the same grammar crashes again; timeouts and kills by the system may be due to a busy machine
-        answer["is_certain"] = is_answered or (not reason and -status in _DEATHS)
+        answer["is_certain"] = is_answered or (not reason and -status in _REASON_OF_SIGNAL)
         with contextlib.suppress(OSError):  # the parent is gone; the next read ends this process
             self._channel.send_bytes(json.dumps({"number": check.number, **answer}).encode())
 
@@ -205,9 +208,9 @@ def _refusal(field_name: str, reason: str) -> dict[str, Any]:
     return {"field": field_name, "reason": reason, "fix": "send a simpler one"}
 
 
-def _death(status: int) -> str:
+def _exit_reason(status: int) -> str:
     """Return the refusal reason for a process that ended with this status."""
-    return _DEATHS.get(-status, TOO_LONG if status < 0 else "cannot be compiled")
+    return _REASON_OF_SIGNAL.get(-status, TOO_LONG if status < 0 else "cannot be compiled")
 
 
 def _run_child(tokens: GrammarTokens, plan: AnswerPlan, pipe: int) -> NoReturn:
@@ -215,7 +218,7 @@ def _run_child(tokens: GrammarTokens, plan: AnswerPlan, pipe: int) -> NoReturn:
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the message of a library that aborts
-        _bound()
+        _limit_resources()
         threading.stack_size(STACK_BYTES)
         answer: dict[str, Any] = {}
         worker = threading.Thread(target=lambda: answer.update(_answer(tokens, plan)))
@@ -234,10 +237,10 @@ def _answer(tokens: GrammarTokens, plan: AnswerPlan) -> dict[str, Any]:
     except InvalidRequest as error:
         return {"field": error.field, "reason": error.reason, "fix": error.fix}
     except MemoryError:
-        return _refusal(plan.field, _death(-signal.SIGABRT))
+        return _refusal(plan.field, _exit_reason(-signal.SIGABRT))
 
 
-def _bound() -> None:
+def _limit_resources() -> None:
     """Limit this process to little CPU time and memory, and to no files."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory = pages * resource.getpagesize() + MEMORY_BYTES

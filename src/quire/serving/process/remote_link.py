@@ -39,7 +39,7 @@ from quire.engine.messages import (
 )
 from quire.engine.progress import Backlog, ProgressReader
 from quire.engine.transport import EdgeSocket
-from quire.serving.process.child import leave_orphaned
+from quire.serving.process.child import exit_orphaned
 from quire.serving.process.control import ControlChannel, ControlMessage, EngineDown, EngineUp
 from quire.serving.process.link import EngineListener
 from quire.types.adapters import AdapterInfo
@@ -84,7 +84,7 @@ class RemoteLink:
         edge: int,
         *,
         on_control: Callable[[ControlMessage], None],
-        on_lost: Callable[[], None] = leave_orphaned,
+        on_lost: Callable[[], None] = exit_orphaned,
     ) -> None:
         self._channel, self._edge = channel, edge
         self._on_control, self._on_lost = on_control, on_lost
@@ -203,7 +203,7 @@ class RemoteLink:
             self._read(listener)
         except Exception:
             logger.exception("the link to the engine failed")
-        self._hang_up(flush=True)
+        self._disconnect(flush=True)
         if not self._closing:
             self._on_lost()
 
@@ -265,7 +265,7 @@ class RemoteLink:
             if message is None:
                 return False
             if isinstance(message, EngineUp):
-                self._hang_up(flush=False)
+                self._disconnect(flush=False)
                 self._send_outbox(listener)  # answer messages that were meant for an earlier engine
                 self._engine = EdgeSocket(self._context, self._edge, message.address)
                 self._poller.register(self._engine.pollable, zmq.POLLIN)
@@ -305,11 +305,11 @@ class RemoteLink:
     def _lose(self, listener: EngineListener, reason: str) -> None:
         """Disconnect from an engine that has ended or announces its end, and report it to the listener at once."""
         self._reason = reason
-        self._hang_up(flush=False)
+        self._disconnect(flush=False)
         self._fail_questions()
         listener.engine_down(reason)
 
-    def _hang_up(self, *, flush: bool) -> None:
+    def _disconnect(self, *, flush: bool) -> None:
         """Close the connection to the engine. Messages from it that are still unread are dropped."""
         if self._engine is not None:
             self._poller.unregister(self._engine.pollable)

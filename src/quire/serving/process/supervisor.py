@@ -154,8 +154,8 @@ class Supervisor:
             directory,
             programs.edge,
             listeners,
-            on_start=self._greet_edge,
-            on_gone=self._engine.tell_edge_gone,
+            on_start=self._report_engine,
+            on_gone=self._engine.report_edge_gone,
         )
 
     def _write_key(self, directory: Path) -> str | None:
@@ -168,7 +168,7 @@ class Supervisor:
         path.write_text(self._keys.made_admin_key + "\n", encoding="ascii")
         return str(path)
 
-    def _greet_edge(self, child: ChildProcess) -> None:
+    def _report_engine(self, child: ChildProcess) -> None:
         if self._engine.up is not None:
             child.send(self._engine.up)
 
@@ -187,7 +187,7 @@ class Supervisor:
                 raise ServerFailed(failure)
             if self._fetch is not None and self._edges.all_ready:
                 self._fetch.stop()
-            code = self._heed_signals(now)
+            code = self._handle_signals(now)
             if code is not None or self._has_stopped(now):
                 return code or 0
             self._announce(now)
@@ -208,7 +208,7 @@ class Supervisor:
             elif isinstance(message, AskAbort | AskEdges):
                 self._edges.broadcast(message, but=child)
             elif isinstance(message, EdgeAnswer):
-                self._edges.tell(message.asker, message)
+                self._edges.send_to(message.asker, message)
             self._edges.handle(child, message)
             return
         self._engine.handle(message)
@@ -232,7 +232,7 @@ class Supervisor:
         self._announcer.ready(name, self._listeners.url, now - self._started_at, playground, self._key_file)
 
     # -------------------------------------------------------------------------------------------------- stopping
-    def _heed_signals(self, now: float) -> int | None:
+    def _handle_signals(self, now: float) -> int | None:
         """Handle signals: the first one starts the drain. Returns the exit code if another one forces the end."""
         while self._signals:
             number = self._signals.pop(0)

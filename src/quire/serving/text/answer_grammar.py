@@ -110,7 +110,7 @@ def build_grammar(plan: AnswerPlan) -> str:
     form = reasoning_format_named(plan.reasoning) if plan.reasoning else None
     before_words = "" if form is None else lark.fixed(form.before_words)
     if form is not None and not plan.begins_inside:  # otherwise text could match the reasoning too
-        lark.forbid_in_words(form.start)
+        lark.exclude_from_text(form.start)
     answer = _answer(plan, lark, before_words)
     if form is not None and plan.reasoning_budget is not None:
         answer = _after_bounded_reasoning(plan, plan.reasoning_budget, form, lark, answer)
@@ -144,7 +144,7 @@ def _answer(plan: AnswerPlan, lark: LarkGrammar, before_words: str) -> str:
     if plan.calls.role == "among":
         if not shape.mark:
             raise InvalidRequest("tools", "cannot be strict in this model's format unless a call is required")
-        return shape.among_words(lark, functions, plan.calls.most)
+        return shape.inside_text(lark, functions, plan.calls.most)
     calls = shape.calls(lark, functions, plan.calls.most)
     return f"({words}) | ({calls})" if plan.calls.role == "instead" else calls
 
@@ -166,7 +166,7 @@ def _after_bounded_reasoning(
     Unless the prompt has opened it, the answer may have no reasoning, but then it cannot open it later. If the start
     mark is not a special token, there always is reasoning.
     """
-    thought = lark.rule("reasoning", f"{lark.any_tokens_but(form.end, budget)} {lark.fixed(form.end)}")
+    thought = lark.rule("reasoning", f"{lark.any_tokens_except(form.end, budget)} {lark.fixed(form.end)}")
     if answer:
         lark.rule("REASONING_SPACE", r"/[ \n]{0,4}/")
         after = f"{lark.fixed(form.before_next) or 'REASONING_SPACE'} ({answer})"
@@ -177,4 +177,4 @@ def _after_bounded_reasoning(
     opened = f"{lark.fixed(form.start)} {thought} {after}"
     if not lark.is_special(form.start):
         return opened
-    return f"({opened}) | ({answer or lark.any_tokens_but(form.start)})"
+    return f"({opened}) | ({answer or lark.any_tokens_except(form.start)})"

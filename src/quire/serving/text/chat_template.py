@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.text")
 
-_CUT = "\U000f0000CONTINUE\U000f0001 "  # the end of a message to continue; trimmed: no space
+_END_MARK = "\U000f0000CONTINUE\U000f0001 "  # the end of a message to continue; trimmed: no space
 _OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "takes_images")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
@@ -216,15 +216,15 @@ def _mark_end(conversation: list[Message]) -> str:
     final = conversation[-1]["content"]
     if not isinstance(final, str):
         raise InvalidRequest("continue_final_message", "the final message has no content to continue", "give it some")
-    conversation[-1]["content"] = final + _CUT
+    conversation[-1]["content"] = final + _END_MARK
     return final
 
 
 def _cut_at_mark(prompt: str, final: str) -> str:
     """Return the prompt up to the mark, without trailing space if the template trimmed the message."""
-    place = prompt.rfind(_CUT.rstrip())
+    place = prompt.rfind(_END_MARK.rstrip())
     if place < 0 or final.strip() not in prompt:
         reason = "the chat template does not write the final message unchanged"
         raise InvalidRequest("continue_final_message", reason, "turn it off")
-    kept_space = prompt.startswith(_CUT, place)
+    kept_space = prompt.startswith(_END_MARK, place)
     return prompt[:place] if kept_space else prompt[:place].rstrip()

@@ -55,11 +55,11 @@ class LarkGrammar:
             if piece
         )
 
-    def any_tokens_but(self, text: str, most: int | None = None) -> str:
+    def any_tokens_except(self, text: str, most: int | None = None) -> str:
         """Return the expression of any number of tokens (at most `most`), except the special token of this text."""
         return "" if most == 0 else f"<[^{self._special[text]}]>{'*' if most is None else f'{{0,{most}}}'}"
 
-    def forbid_in_words(self, text: str) -> None:
+    def exclude_from_text(self, text: str) -> None:
         """Exclude a text from the free text of an answer. A special token never matches free text, so it needs no
         rule."""
         if not self.is_special(text):

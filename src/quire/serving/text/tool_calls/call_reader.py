@@ -23,14 +23,14 @@ class CutShort(Exception):
     """The text ended before a call was complete."""
 
 
-class Speech:
+class SurroundingText:
     """The text around calls. White space is held back until other text follows; next to a call it is dropped."""
 
     def __init__(self, book: CallBook) -> None:
         self._book = book
         self._space = ""
 
-    def say(self, text: str, parts: list[Part]) -> None:
+    def add(self, text: str, parts: list[Part]) -> None:
         text = self._space + text
         words = text.rstrip()
         self._space = text[len(words) :]
@@ -53,11 +53,11 @@ class AnswerReader(ABC):
     """
 
     def __init__(self, book: CallBook, parameters: Parameters | None = None) -> None:
-        self._book, self._speech, self._parameters = book, Speech(book), parameters or {}
+        self._book, self._surrounding, self._parameters = book, SurroundingText(book), parameters or {}
         self._parts: list[Part] = []
         self._buffer = ""  # text that is not taken yet
         self._taken: list[str] = []  # text since the mark, while there is no call: it may have to be put back
-        self._ended_by = ""  # the end at which the last `_until` stopped
+        self._ended_by = ""  # the end at which the last `_take_until` stopped
         self._is_over = False
         self._reading = self._read()
 
@@ -74,7 +74,7 @@ class AnswerReader(ABC):
     def finish(self) -> list[Part]:
         self._is_over = True
         next(self._reading, None)
-        self._speech.finish(self._parts)
+        self._surrounding.finish(self._parts)
         return self._given()
 
     @abstractmethod
@@ -93,7 +93,7 @@ class AnswerReader(ABC):
         self._taken.append(text)
         return text
 
-    def _untake(self) -> None:
+    def _put_back(self) -> None:
         """Put back the text that was taken since the mark or the last call."""
         self._buffer = "".join(self._taken) + self._buffer
         self._taken = []
@@ -107,7 +107,7 @@ class AnswerReader(ABC):
                 return
             yield from self._more()
 
-    def _comes(self, *texts: str) -> Reading[str]:
+    def _accept(self, *texts: str) -> Reading[str]:
         """Take and return the one of `texts` that comes next; "" if none does."""
         while True:
             for text in texts:
@@ -117,7 +117,7 @@ class AnswerReader(ABC):
                 return ""
             yield from self._more()
 
-    def _until(self, *ends: str, most: int | None = None) -> Reading[str]:
+    def _take_until(self, *ends: str, most: int | None = None) -> Reading[str]:
         """Take text up to one of `ends`, and return it without the end. The end is taken too and stored in `_ended_by`.
 
         If more than `most` characters come first, return them, with `_ended_by` empty.
@@ -154,7 +154,7 @@ class AnswerReader(ABC):
 
     # ----------------------------------------------------------------------------------------------------------- calls
     def _begin_call(self, name: str) -> None:
-        self._speech.end_at_call()
+        self._surrounding.end_at_call()
         self._book.begin(name, self._parts)
 
     def _add_arguments(self, text: str) -> None:
@@ -183,7 +183,7 @@ class AnswerReader(ABC):
             text, self._buffer = self._buffer, ""
             rest = calls.push(text, self._parts)
             if calls.is_call:
-                self._speech.end_at_call()
+                self._surrounding.end_at_call()
             if rest is not None:
                 self._buffer = rest
                 return calls.is_call
@@ -233,10 +233,10 @@ class CallReader(AnswerReader):
             self._buffer = ""
             return
         if is_call:
-            self._speech.end_at_call()
+            self._surrounding.end_at_call()
         else:
-            self._speech.say(mark, self._parts)
-            self._untake()
+            self._surrounding.add(mark, self._parts)
+            self._put_back()
 
     @abstractmethod
     def _read_calls(self, mark: str) -> Reading[bool]:
@@ -248,13 +248,13 @@ class CallReader(AnswerReader):
             found = [(place, mark) for mark in self.marks if (place := self._buffer.find(mark)) >= 0]
             if found:
                 place, mark = min(found, key=lambda one: (one[0], -len(one[1])))
-                self._speech.say(self._buffer[:place], self._parts)
+                self._surrounding.add(self._buffer[:place], self._parts)
                 self._buffer = self._buffer[place + len(mark) :]
                 return mark
             half = max((held_back(self._buffer, mark) for mark in self.marks), default=0)
             is_word = self._is_over and half < MIN_MARK and not self._book.expects_calls
             certain = len(self._buffer) - (0 if is_word else half)
-            self._speech.say(self._buffer[:certain], self._parts)
+            self._surrounding.add(self._buffer[:certain], self._parts)
             self._buffer = self._buffer[certain:]
             if self._is_over:
                 self._buffer = ""

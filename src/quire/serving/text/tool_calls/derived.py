@@ -188,7 +188,7 @@ class DerivedReader(CallReader):
             return False
         if form.end:
             yield from self._skip_space()
-            yield from self._comes(form.end)
+            yield from self._accept(form.end)
         return True
 
     def _read_further(self, keys: CallKeys) -> Reading[None]:
@@ -202,7 +202,7 @@ class DerivedReader(CallReader):
 
     def _read_named(self, middle: str) -> Reading[bool]:
         yield from self._skip_space()
-        name = (yield from self._until(middle or "{", most=_NAME_CHARACTERS)).strip()
+        name = (yield from self._take_until(middle or "{", most=_NAME_CHARACTERS)).strip()
         if not self._ended_by or not name or "\n" in name:
             return False
         if not middle:

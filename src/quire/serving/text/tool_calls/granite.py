@@ -22,5 +22,5 @@ class GraniteReader(CallReader):
             return False
         if mark == START:
             yield from self._skip_space()
-            yield from self._comes(END)
+            yield from self._accept(END)
         return True

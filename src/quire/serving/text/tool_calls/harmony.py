@@ -54,14 +54,14 @@ class HarmonyReader(AnswerReader):
 
     def _read(self) -> Reading[None]:
         try:
-            first = yield from self._comes(CHANNEL, START, " to=")
+            first = yield from self._accept(CHANNEL, START, " to=")
             if not first:
                 self._state = "other"
                 yield from self._pass_words(self._say)
                 return
             head = "" if first == START else first
             while True:
-                head += yield from self._until(MESSAGE)
+                head += yield from self._take_until(MESSAGE)
                 yield from self._read_message(head)
                 head = "" if self._ended_by in (START, END, CALL, RETURN) else self._ended_by
         except CutShort:

@@ -18,5 +18,5 @@ class HermesReader(CallReader):
         if not (yield from self._read_list()):
             return False
         yield from self._skip_space()
-        yield from self._comes(END)  # optional: without it, the following text is shown
+        yield from self._accept(END)  # optional: without it, the following text is shown
         return True

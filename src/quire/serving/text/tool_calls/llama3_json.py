@@ -29,6 +29,6 @@ class Llama3Reader(CallReader):
         while True:
             yield from self._skip_space(";" if is_call else "")
             if self._buffer[:1] not in ("{", "[") or not (yield from self._read_list()):
-                self._untake()
+                self._put_back()
                 return is_call
             is_call, self._taken = True, []

@@ -43,23 +43,23 @@ class PythonicReader(CallReader):
 
     def _read_start(self) -> Reading[None]:
         if not (yield from self._read_all()):
-            self._untake()
+            self._put_back()
 
     def _read_calls(self, mark: str) -> Reading[bool]:  # noqa: ARG002
         if not (yield from self._read_all()):
             return False
         yield from self._skip_space()
-        yield from self._comes(END)
+        yield from self._accept(END)
         return True
 
     def _read_all(self) -> Reading[bool]:
         yield from self._skip_space()
-        if not (yield from self._comes("[")):
+        if not (yield from self._accept("[")):
             return False
         is_call = False
         while True:
             yield from self._skip_space("," if is_call else "")
-            if is_call and (yield from self._comes("]")):
+            if is_call and (yield from self._accept("]")):
                 return True
             name = yield from self._read_name()
             if not name:

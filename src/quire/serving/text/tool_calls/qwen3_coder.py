@@ -49,9 +49,9 @@ class Qwen3CoderReader(CallReader):
     def _read_calls(self, mark: str) -> Reading[bool]:
         if mark == START:
             yield from self._skip_space()
-            if not (yield from self._comes(FUNCTION)):
+            if not (yield from self._accept(FUNCTION)):
                 return False
-        name = (yield from self._until(">", "\n", most=_NAME_CHARACTERS)).strip()
+        name = (yield from self._take_until(">", "\n", most=_NAME_CHARACTERS)).strip()
         if self._ended_by != ">" or not name:
             return False
         self._begin_call(name)
@@ -59,23 +59,23 @@ class Qwen3CoderReader(CallReader):
         count = 0
         while True:
             yield from self._skip_space()
-            came = yield from self._comes(PARAMETER, FUNCTION_END)
+            came = yield from self._accept(PARAMETER, FUNCTION_END)
             if came != PARAMETER:
                 break
-            key = (yield from self._until(">", most=_NAME_CHARACTERS)).strip()
+            key = (yield from self._take_until(">", most=_NAME_CHARACTERS)).strip()
             yield from self._read_value(name, key, "{" if count == 0 else ", ")
             count += 1
         self._add_arguments("}" if count else "{}")
         self._end_call()
         yield from self._skip_space()
-        yield from self._comes(END)
+        yield from self._accept(END)
         return True
 
     def _read_value(self, function: str, key: str, lead: str) -> Reading[None]:
         properties = self._parameters.get(function, {}).get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
         if types_of(schema) not in (frozenset(), frozenset({"string"})):
-            text = (yield from self._until(PARAMETER_END)).removeprefix("\n").removesuffix("\n")
+            text = (yield from self._take_until(PARAMETER_END)).removeprefix("\n").removesuffix("\n")
             self._add_arguments(f"{lead}{json.dumps(key)}: {text_to_json(text, schema)}")
             self._taken = []
             return

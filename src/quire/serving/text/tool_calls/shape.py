@@ -35,16 +35,16 @@ class CallShape:
 
     def calls(self, lark: LarkGrammar, functions: Sequence[Function], most: int) -> str:
         """Return the expression of at least one call and at most `most`."""
-        return _join(lark.fixed(self.mark), self.behind_mark(lark, functions, most))
+        return _join(lark.fixed(self.mark), self.after_mark(lark, functions, most))
 
-    def behind_mark(self, lark: LarkGrammar, functions: Sequence[Function], most: int) -> str:
+    def after_mark(self, lark: LarkGrammar, functions: Sequence[Function], most: int) -> str:
         """Return the expression of at least one call and at most `most`, without the first mark."""
         call, most = self._call(lark, functions), min(most, self.most)
         again = _join(lark.fixed(self.separator), "" if self.is_listed else lark.fixed(self.mark), call)
         several = call if most == 1 else f"{call} ({again}){{0,{most - 1}}}"
         return _join(lark.fixed(self.opening), several, lark.fixed(self.closing))
 
-    def among_words(self, lark: LarkGrammar, functions: Sequence[Function], most: int) -> str:
+    def inside_text(self, lark: LarkGrammar, functions: Sequence[Function], most: int) -> str:
         """Return the expression of text with calls in any place. Raises ValueError if the format has no mark."""
         if not self.mark:
             raise ValueError("the format has no mark")
@@ -53,7 +53,7 @@ class CallShape:
             return f"({lark.fixed(self.words_mark)} WORDS) | ({self.calls(lark, functions, most)})"
         words = lark.text_until("words_before_call", self.mark)
         if self.is_listed:
-            return f"({words} {self.behind_mark(lark, functions, most)})? WORDS"
+            return f"({words} {self.after_mark(lark, functions, most)})? WORDS"
         return f"({words} {self._call(lark, functions)}){{0,{min(most, self.most)}}} WORDS"
 
     def _call(self, lark: LarkGrammar, functions: Sequence[Function]) -> str:
