@@ -68,7 +68,10 @@ def test_weights_quantized_while_loading_leave_prompts_about_as_likely(
         ({"quantization": "int4"}, r"quantization: the checkpoint is quantized already \(gptq\); leave it out"),
         ({"quantization": "awq"}, r"quantization: the checkpoint is quantized already \(gptq\)"),
         ({"quantization": "int3"}, 'quantization: \'int3\' is unknown; use "fp8", "int8", "int4"'),
-        ({"load_format": "dummy"}, '"dummy" makes plain weights, and those of the checkpoint are gptq'),
+        (
+            {"load_format": "dummy"},
+            '"dummy" makes weights that are not quantized, and those of the checkpoint are gptq',
+        ),
     ],
 )
 def test_settings_that_contradict_the_checkpoint_are_refused(settings: dict[str, Any], message: str) -> None:

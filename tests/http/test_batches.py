@@ -111,7 +111,7 @@ def test_a_bad_line_has_an_error_of_its_own_and_the_others_are_answered(server: 
     errors = {
         (row["custom_id"], (row["error"] or {}).get("line")): row for row in lines_of(server, batch["error_file_id"])
     }
-    assert "is no JSON" in errors[None, 2]["error"]["message"]
+    assert "is not JSON" in errors[None, 2]["error"]["message"]
     assert "body: is missing" in errors["no body", 4]["error"]["message"]
     assert f"must be one of {CHAT}" in errors["elsewhere", 5]["error"]["message"]
     assert "stream" in errors["streams", 6]["error"]["message"]
@@ -264,7 +264,7 @@ def test_text_that_is_no_unicode_is_an_error_of_its_line(serve: Serve) -> None:
     assert done["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
     errors = {row["error"]["line"]: row["error"]["message"] for row in lines_of(server, done["error_file_id"])}
     assert errors.keys() == {1, 2}
-    assert "half a character" in errors[2]
+    assert "lone surrogate" in errors[2]
     server.wait(server.is_idle)
 
 

@@ -145,7 +145,7 @@ def test_anthropics_blocks_are_refused_by_their_own_fields(case: Case) -> None:
         {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {}}]},
     ]
     for source, field in [
-        ({"type": "base64", "media_type": "image/png", "data": "AA"}, "source: is no valid base64"),
+        ({"type": "base64", "media_type": "image/png", "data": "AA"}, "source: is not valid base64"),
         ({"type": "base64", "media_type": "image/png", "data": "AAAA"}, "source: "),
         ({"type": "base64", "media_type": "image/svg", "data": good}, "source: is of type 'image/svg'"),
         ({"type": "url", "url": "https://a/b.png"}, "source.url: is an address on the network"),
@@ -239,7 +239,7 @@ REFUSED: list[tuple[list[dict[str, Any]], str, str]] = [
     ([part(url="https://example.com/a.png")], "messages[0].content[0].image_url.url", "nothing is fetched"),
     ([part(url="file:///etc/passwd")], "messages[0].content[0].image_url.url", "outside of the folder"),
     ([part(url="data:image/png;base64,AAAA")], "messages[0].content[0].image_url.url", "cannot be decoded"),
-    ([part(url="data:image/png;base64,***")], "messages[0].content[0].image_url.url", "no valid base64"),
+    ([part(url="data:image/png;base64,***")], "messages[0].content[0].image_url.url", "not valid base64"),
     ([part(url="data:text/plain;base64,AAAA")], "messages[0].content[0].image_url.url", "is of type"),
     ([part(url=5)], "messages[0].content[0].image_url.url", "must be a URL"),
     ([part()], "messages[0].content[0].image_url.url", "is missing"),
@@ -249,7 +249,7 @@ REFUSED: list[tuple[list[dict[str, Any]], str, str]] = [
     ([part(picture(1, 600, 600))], "messages[0].content[0].image_url.url", "more than 100,000 bytes"),
     ([part(Image.new("RGB", (600, 600)))], "messages[0].content[0].image_url.url", "limit 250,000"),
     ([part(Image.new("RGB", (400, 400)))] * 2, "messages[0].content[1].image_url.url", "limit 300,000 in all"),
-    ([part(url="file://[x/a")], "messages[0].content[0].image_url.url", "no path of a local file"),
+    ([part(url="file://[x/a")], "messages[0].content[0].image_url.url", "not the path of a local file"),
     ([part(Image.new("RGB", (900, 4)))], "messages[0].content[0].image_url.url", "200 times"),
     ([part(picture(1))] * 3, "messages[0].content[2]", "one image more than the 2"),
     ([part(picture(1)), {"type": "text", "text": "<|image_pad|>"}], "messages", "2 placeholders of images"),

@@ -101,7 +101,7 @@ def test_flags_of_a_server_are_refused_beside_one_that_runs(
     source = write(tmp_path / "in.jsonl", [line("a")])
     files = ["-i", str(source), "-o", str(tmp_path / "out.jsonl")]
     assert main(["run-batch", *files, "--url", server.url, *flags]) == 2
-    assert "is decided by the server at --url; leave it out" in capsys.readouterr().err
+    assert "is a setting of the server at --url; leave it out" in capsys.readouterr().err
     assert main(["run-batch", *files, "--url", server.url, "--log-level", "error", "--api-key", "x"]) == 0
 
 
@@ -110,10 +110,10 @@ def test_flags_of_a_server_are_refused_beside_one_that_runs(
     [
         ("in.jsonl", None, "is the input file too"),
         ("link.jsonl", None, "is the input file too"),
-        ("folder", None, "is no plain file"),
-        ("notes.txt", "to do:\n", "line 1 of it is no result of a batch"),
-        ("other.jsonl", '{"custom_id": "a", "method": "POST"}\n', "line 1 of it is no result of a batch"),
-        ("torn.txt", "no newline", "line 1 of it is no result of a batch"),
+        ("folder", None, "is not a plain file"),
+        ("notes.txt", "to do:\n", "line 1 of it is not the result of a batch request"),
+        ("other.jsonl", '{"custom_id": "a", "method": "POST"}\n', "line 1 of it is not the result of a batch request"),
+        ("torn.txt", "no newline", "line 1 of it is not the result of a batch request"),
     ],
 )
 def test_a_file_that_holds_something_else_is_not_rewritten(

@@ -1,4 +1,4 @@
-"""An engine put together from a model's files: the same for the offline API and for the engine process."""
+"""Plans and builds the engine of a model from its files. Used by the offline API and by the engine process."""
 
 from __future__ import annotations
 
@@ -57,19 +57,20 @@ logger = logging.getLogger("quire")
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
-    """An engine of which everything is decided and nothing allocated."""
+    """The resolved configuration and memory plan of an engine. Nothing is allocated until `build`."""
 
     files: ModelFiles
     model: ModelConfig
     config: EngineConfig
     memory: MemoryPlan
-    draft_files: ModelFiles | None = None  # of the model that guesses ahead, where there is one
-    settings: EmbeddingSettings | None = None  # of what it makes of texts; None: it generates text
-    modules: tuple[AdapterModule, ...] = ()  # LoRA adapters that it has from the start
-    free_memory: int | None = None  # bytes of the GPU that were free when it was planned; None: a CPU
+    draft_files: ModelFiles | None = None  # of the draft model, if one is configured
+    settings: EmbeddingSettings | None = None  # how token vectors are pooled; None: the model generates text
+    modules: tuple[AdapterModule, ...] = ()  # LoRA adapters to load at start
+    free_memory: int | None = None  # bytes of the GPU that were free at planning; None: a CPU
 
     @property
     def pooling(self) -> PoolingModel | None:
+        """The model's pooling, or None if the engine generates text."""
         if self.settings is None:
             return None
         return describe_decoder_pooling(self.model, self.settings, self.config.scheduler.max_model_len)
@@ -77,17 +78,18 @@ class PlannedEngine:
     def build(
         self, load_format: Literal["auto", "dummy"], progress: Progress, tools: DecodingTools | None = None
     ) -> EngineCore:
-        """Load the weights and make the engine; its `close` gives the memory back."""
+        """Load the weights and return the engine. Its `close` frees the memory. Raises ConfigError if the settings do
+        not fit the model."""
         _check_dummy(load_format, self.model)
         config = self.config
         if config.cache.tiers.transport is not None and config.parallel.num_ranks > 1:
             reason = f"carries whole blocks, and each of {config.parallel.num_ranks} ranks has a part of every block"
             raise ConfigError("kv_transport", reason, "leave it out, or use one rank")
-        if config.cache.tiers.outlives_process:  # what else is cached ends with this process, which has one model
+        if config.cache.tiers.outlives_process:  # other tiers end with this process and its only model
             namespace = cache_namespace(self.files, self.model, config, load_format)
             config = replace(config, cache=replace(config.cache, namespace=namespace))
         executor = self._make_executor(config, load_format, progress)
-        give_back()  # what loading took and freed
+        give_back()  # return memory that loading has freed to the operating system
         try:
             self._check_memory(config)
             proposers = make_proposers(config.speculation, executor.depth)
@@ -109,21 +111,22 @@ class PlannedEngine:
                 progress=progress,
                 draft_files=self.draft_files,
             )
-        from quire.runtime.executor.make import make_executor  # needless with one rank
+        from quire.runtime.executor.make import make_executor  # imported late: not needed with one rank
         from quire.runtime.executor.ranked import RankJob
 
         return make_executor(RankJob(self.files, self.model, config, load_format, self.draft_files), progress)
 
     def _check_memory(self, config: EngineConfig) -> None:
-        """Log what the GPU says of its memory beside the plan. A warning if they differ by much. Ranks that are other
-        processes hold theirs."""
+        """Log the GPU memory in use beside the memory plan, as a warning if they differ by much. Does nothing if the
+        ranks are other processes: their memory cannot be read here."""
         if self.free_memory is None or config.parallel.executor != "single":
             return
         found = check_memory(self.memory, self.free_memory, read_device_memory(config.device.device))
         logger.log(logging.WARNING if found.is_off else logging.INFO, "%s", found)
 
     def tools(self, vocabulary: VocabularySource | None, *, warm: bool = False) -> DecodingTools:
-        """What the engine decodes with. `vocabulary` is asked for with the first grammar, or now if `warm`."""
+        """Return what the engine decodes with. `vocabulary` is called when the first grammar is compiled, or at once if
+        `warm`. Without a vocabulary there are no grammars."""
         if vocabulary is None:
             return DecodingTools()
         grammars = GrammarCompiler(vocabulary, self.model.vocab_size)
@@ -143,7 +146,7 @@ def _make_core(executor: Executor, config: EngineConfig, vocab_size: int, tools:
             return core
     if config.recording is None:
         return EngineCore(executor, config.cache, config.scheduler, vocab_size, tools=tools)
-    from quire.engine.recording.recorder import make_recorded_core  # needless where nothing is recorded
+    from quire.engine.recording.recorder import make_recorded_core  # imported late: only for recording
     from quire.engine.recording.writer import RecordingWriter
 
     writer = RecordingWriter.from_config(config, vocab_size, max(executor.depth, config.scheduler.micro_batches))
@@ -151,7 +154,7 @@ def _make_core(executor: Executor, config: EngineConfig, vocab_size: int, tools:
 
 
 def load_modules(core: EngineCore, modules: Iterable[AdapterModule]) -> EngineCore:
-    """Load the LoRA adapters that an engine has from the start. Raises ConfigError."""
+    """Load the LoRA adapters that are configured at start, and return `core`. Raises ConfigError."""
     for name, folder in modules:
         try:
             core.adapters.load(name, folder)
@@ -162,7 +165,7 @@ def load_modules(core: EngineCore, modules: Iterable[AdapterModule]) -> EngineCo
 
 @dataclass(frozen=True, slots=True)
 class PlannedEncoder:
-    """An encoder of which everything is decided and nothing allocated."""
+    """The resolved configuration of a text encoder. Nothing is allocated until `build`."""
 
     files: ModelFiles
     model: ModelConfig
@@ -170,13 +173,14 @@ class PlannedEncoder:
     settings: EmbeddingSettings
 
     def build(self, load_format: Literal["auto", "dummy"], progress: Progress) -> TextEncoder:
-        """Load the weights; its `close` gives the memory back."""
+        """Load the weights and return the encoder. Its `close` frees the memory."""
         files, model, config = self.files, self.model, self.config
         return TextEncoder(files, model, config, self.settings, load_format=load_format, progress=progress)
 
     def build_core(self, load_format: Literal["auto", "dummy"], progress: Progress) -> EncoderCore:
-        """The core of an engine process. Texts of all requests share batches; requests take turns."""
-        from quire.serving.pooled_texts import check_work  # needless where text is generated
+        """Load the weights and return the core that an engine process runs. Texts of several requests share a batch,
+        and the policy `fair` orders the requests."""
+        from quire.serving.pooled_texts import check_work  # imported late: not needed to generate text
 
         executor = EncoderExecutor(self.build(load_format, progress), self.settings)
         config, model = self.config, self.pooling
@@ -193,14 +197,14 @@ class PlannedEncoder:
 def plan_model(
     files: ModelFiles, arguments: EngineArguments, *, offline: bool = False
 ) -> PlannedEngine | PlannedEncoder:
-    """Decide how a model runs on this machine, for a server or `offline`. Raises ConfigError, DoesNotFit or
-    ModelLoadError."""
+    """Decide how to run a model on this machine, for a server or (`offline`) for an LLM. Raises ConfigError, DoesNotFit
+    or ModelLoadError."""
     model = read_model_config(files)
     kind = ENTRIES[model.architecture].kind
     if kind == "draft head":
         check_generates(model.architecture)
     if offline and kind == "decoder" and arguments.task in ("auto", "generate"):
-        return _plan_engine(files, model, arguments, offline=offline)  # it generates and embeds: calls say which
+        return _plan_engine(files, model, arguments, offline=offline)  # it can do both; the call decides
     settings = read_pooling_settings(files, arguments.task)
     if settings is None or kind in ("decoder", "decoder classifier"):
         return replace(_plan_engine(files, model, arguments, offline=offline), settings=settings)
@@ -210,7 +214,7 @@ def plan_model(
 
 
 def plan_engine(files: ModelFiles, arguments: EngineArguments, *, offline: bool = False) -> PlannedEngine:
-    """The same for a model that must generate text."""
+    """Decide how to run a model that must generate text. Raises like `plan_model`."""
     model = read_model_config(files)
     check_generates(model.architecture)
     return _plan_engine(files, model, arguments, offline=offline)
@@ -222,7 +226,7 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
     if draft is not None:
         check_drafts(draft.architecture)
     parallel = read_arguments(arguments).parallel
-    models_of_ranks(model, parallel)  # refuses too many ranks, before their weights are counted
+    models_of_ranks(model, parallel)  # raises if there are too many ranks, before weights are counted
     counted = count_rank_weights(model, parallel)
     facts = detect_hardware()
     config, memory = resolve_engine_config(arguments, facts, counted, draft, offline=offline)
@@ -232,12 +236,13 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
 
 
 def free_memory(facts: HardwareFacts, device: str) -> int | None:
-    """Bytes of a GPU that were free when the facts were collected; None for a CPU."""
+    """Return how many bytes of the GPU were free when `facts` were collected, or None for a CPU."""
     return None if device == "cpu" else facts.cuda[cuda_index(device)].free_memory
 
 
 def find_draft(arguments: EngineArguments, *, offline: bool = False) -> ModelFiles | None:
-    """The draft model's files, downloaded unless `offline`; None where there is none. Raises as resolve_model does."""
+    """Return the files of the draft model, downloaded unless `offline`, or None if none is configured. Raises like
+    `resolve_model`."""
     speculation = read_speculation(arguments.speculative_config)
     if speculation is None or speculation.model is None:
         return None
@@ -245,7 +250,8 @@ def find_draft(arguments: EngineArguments, *, offline: bool = False) -> ModelFil
 
 
 def _check_dummy(load_format: Literal["auto", "dummy"], model: ModelConfig) -> None:
-    """Random weights are plain numbers: they would take more memory than was planned."""
+    """Refuse load_format="dummy" for a quantized checkpoint: dummy weights are not quantized, so they would take more
+    memory than was planned."""
     if load_format == "dummy" and model.levels.gpu_parameters + model.levels.parameters and model.quantization:
-        reason = f'"dummy" makes plain weights, and those of the checkpoint are {model.quantization}'
+        reason = f'"dummy" makes weights that are not quantized, and those of the checkpoint are {model.quantization}'
         raise ConfigError("load_format", reason, "leave quantization_config out of config.json")

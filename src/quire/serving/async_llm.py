@@ -1,4 +1,4 @@
-"""The asynchronous API: a model whose engine runs on a thread of its own and answers the requests of an event loop."""
+"""The asynchronous API: a model whose engine runs on its own thread and answers requests of event loops."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ Result = TypeVar("Result")
 
 
 class EngineArgs:
-    """The arguments of an `LLM` or an `AsyncLLM`, checked by name when this is made."""
+    """The arguments of an `LLM` or an `AsyncLLM`. Names are checked on construction."""
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **arguments: Any) -> None:
         self.arguments: dict[str, Any] = translate_arguments({"model": model, **arguments})
 
 
 class AsyncLLM:
-    """A loaded model that answers requests as they come; all that are live run in one batch.
+    """A loaded model that takes requests at any time and batches all live ones.
 
-    Takes the arguments of `LLM` and loads on construction. `shutdown()` gives the memory back. The calls may come from
-    any event loop.
+    Takes the arguments of `LLM` and loads the model on construction. `shutdown()` frees the memory. Coroutines may be
+    awaited on any event loop.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Unpack[EngineSettings]) -> None:
@@ -56,13 +56,13 @@ class AsyncLLM:
             self._loaded.memory_plan,
         )
         self._default_sampling = self._loaded.sampling_defaults.params()
-        self._text = ThreadPoolExecutor(1, "quire-text")  # tokenizes and checks grammars, off the event loop
+        self._text = ThreadPoolExecutor(1, "quire-text")  # tokenizes and checks grammars off the event loop
         self._engine = _EngineThread(self._loaded.client, self._loaded.tokenizer)
         self._loras = LoRALoader(self._loaded.client, self._engine.call)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> AsyncLLM:
-        """Load the model that `engine_args` describe."""
+        """Load the model that `engine_args` describe. `others` may only have vLLM's default values."""
         check_call(others)
         return cls(**engine_args.arguments)
 
@@ -76,11 +76,11 @@ class AsyncLLM:
         priority: int = 0,
         **others: Unpack[CallArguments],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer one prompt. Yields outputs while tokens come; the last has `finished` set.
+        """Answer one prompt. Yields outputs while tokens arrive; the last one has `finished` set.
 
-        `sampling_params.output_kind` says what an output holds: all so far, what is new, or only the end. A consumer
-        that is slower than the model gets several tokens in one output. Leaving the iteration ends the request. Raises
-        InvalidRequest, or QuireError if the request fails.
+        `sampling_params.output_kind` selects what an output holds: everything so far, only what is new, or only the
+        final output. A consumer that is slower than the model gets several tokens in one output. Leaving the iteration
+        aborts the request. Raises InvalidRequest, or QuireError if the request fails.
         """
         (lora,), others_left = take_loras(others, 1)
         check_call(others_left)
@@ -94,7 +94,7 @@ class AsyncLLM:
                 self._engine.abort(stream.request.request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests early: their iterators end with what was generated. Ids that are not live are ignored."""
+        """Abort requests. Their iterators end with what was generated. Unknown ids are ignored."""
         for one in [request_id] if isinstance(request_id, str) or not isinstance(request_id, Iterable) else request_id:
             if not isinstance(one, str):
                 raise InvalidRequest("request_id", f"is {one!r:.80}, not a text", "pass an id, or several in a list")
@@ -111,7 +111,7 @@ class AsyncLLM:
             if len(read) != 1:
                 raise InvalidRequest("prompt", f"are {len(read)} prompts", "call generate once for each")
             (sampling,) = pair_sampling(params, 1, self._default_sampling)
-            sampling = replace(sampling, output_kind=RequestOutputKind.CUMULATIVE)  # the engine knows no kinds
+            sampling = replace(sampling, output_kind=RequestOutputKind.CUMULATIVE)  # `_Stream` makes the other kinds
             (request,) = self._loaded.requests.make(read, [sampling], priorities=[priority])
             return replace(request, request_id=f"request-{request.request_id}", adapter=adapter), read[0].text
 
@@ -127,35 +127,35 @@ class AsyncLLM:
 
     # -------------------------------------------------------------------------------------------------- adapters
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load a LoRA adapter, if it is not loaded. Raises InvalidRequest."""
+        """Load a LoRA adapter, unless it is loaded already. Raises InvalidRequest."""
         return bool(await self._loras.load(lora_request))
 
     async def remove_lora(self, lora_name: str) -> bool:
-        """Unload a LoRA adapter. Requests that run with it go on. Raises InvalidRequest if there is none."""
+        """Unload a LoRA adapter. Requests that use it continue. Raises InvalidRequest."""
         await asyncio.wrap_future(self._engine.call(lambda: self._loaded.client.unload_adapter(lora_name)))
         return True
 
     async def list_loras(self) -> tuple[AdapterInfo, ...]:
-        """The LoRA adapters that requests may name."""
+        """Return the LoRA adapters that requests may name."""
         return await asyncio.wrap_future(self._engine.call(self._loaded.client.adapters))
 
     # ------------------------------------------------------------------------------------------------- condition
     async def get_tokenizer(self) -> ChatTokenizer:
-        """The tokenizer with the calls of transformers."""
+        """Return the tokenizer, with the methods of transformers' tokenizers."""
         if self._loaded.tokenizer is None:
             raise ConfigError("skip_tokenizer_init", "is set, so there is no tokenizer", "leave it out")
         return ChatTokenizer(self._loaded.tokenizer)
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling that the model's makers recommend, on top of the defaults of SamplingParams."""
+        """Return SamplingParams with the values that the model's generation_config.json recommends."""
         return self._default_sampling
 
     async def stats(self) -> EngineStats:
-        """Blocks, requests, tokens and step times since the start."""
+        """Return the engine's counters since its start: blocks, requests, tokens and step times."""
         return await asyncio.wrap_future(self._engine.call(self._loaded.client.stats))
 
     async def reset_prefix_cache(self) -> int:
-        """Forget what is cached of prompts and answers; returns how many blocks that freed."""
+        """Empty the prefix cache. Returns how many blocks became free."""
         return await asyncio.wrap_future(self._engine.call(self._loaded.client.reset_cache))
 
     async def check_health(self) -> None:
@@ -167,7 +167,7 @@ class AsyncLLM:
         return self._engine.error is None
 
     def shutdown(self) -> None:
-        """End all requests and give back weights, cache and devices. Idempotent."""
+        """Abort all requests and free weights, cache and devices. Idempotent."""
         self._engine.stop()
         self._text.shutdown()
         self._loaded.close()
@@ -181,11 +181,11 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
 
-AsyncLLMEngine, AsyncEngineArgs = AsyncLLM, EngineArgs  # the names that vLLM's users know
+AsyncLLMEngine, AsyncEngineArgs = AsyncLLM, EngineArgs  # the names of vLLM
 
 
 class _Stream:
-    """One request on its way from the engine's thread to the coroutine that reads it."""
+    """Carries the outputs of one request from the engine thread to the coroutine that reads them."""
 
     def __init__(
         self, request: Submit, prompt: str | None, kind: RequestOutputKind, loop: asyncio.AbstractEventLoop
@@ -193,7 +193,7 @@ class _Stream:
         self.request, self.loop = request, loop
         self.prompt, self._kind = prompt, kind
         self._prompt_token_ids = list(request.prompt_token_ids)
-        self._news: deque[StreamPiece] = deque()
+        self._pieces: deque[StreamPiece] = deque()
         self._so_far: dict[int, CompletionOutput] = {}
         self._end: RequestOutput | None = None
         self._error: QuireError | None = None
@@ -204,18 +204,18 @@ class _Stream:
         return self._end is not None or self._error is not None
 
     def take(self, pieces: Iterable[StreamPiece], end: RequestOutput | None, error: QuireError | None) -> None:
-        """Take in what came of the request. Called on its event loop."""
-        self._news.extend(pieces)
+        """Add new pieces, and the output or error of a request that ended. Called on its event loop."""
+        self._pieces.extend(pieces)
         self._end, self._error = end, error
         self._wake.set()
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs of the kind that was asked for, until the request is over."""
+        """Yield outputs of the requested kind until the request has ended. Raises its error if it failed."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            pieces, end = list(self._news), self._end
-            self._news.clear()
+            pieces, end = list(self._pieces), self._end
+            self._pieces.clear()
             if self._error is not None:
                 raise self._error
             output = self._output(pieces, end)
@@ -257,64 +257,64 @@ class _Stream:
 
 
 class _EngineThread:
-    """The thread that owns the engine: it takes orders between two steps, and steps while a request is live."""
+    """The thread that owns the engine. It runs queued calls between two steps, and steps while a request is live."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None) -> None:
         self._client = client
         self._batch = Batch(client, tokenizer, follow_all=True, keep_outputs=False)
         self._streams: dict[str, _Stream] = {}
-        self._orders: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._stops = False
-        self.error: QuireError | None = None  # why no more requests are taken
+        self.error: QuireError | None = None  # why the engine takes no more requests; None while it does
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------------- any thread
     def check(self) -> None:
-        """Raise EngineDead if no more requests are taken."""
+        """Raise EngineDead if the engine takes no more requests."""
         if self.error is not None:
             raise EngineDead(str(self.error))
 
     def submit(self, stream: _Stream) -> None:
-        """Begin a request. A refusal reaches the stream."""
-        if not self._order(lambda: self._submit(stream)):
+        """Start a request. If the engine refuses it, the stream raises the error."""
+        if not self._queue_call(lambda: self._submit(stream)):
             self._deliver([(stream, [], None, self.error)])
 
     def abort(self, request_id: str) -> None:
-        """End a request, if it is live."""
-        self._order(lambda: self._client.abort(Abort(request_id)))
+        """Abort a request if it is live."""
+        self._queue_call(lambda: self._client.abort(Abort(request_id)))
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
-        """Run `work` between two steps."""
+        """Run `work` on the engine thread between two steps. Raises EngineDead."""
         self.check()
         result: Future[Result] = Future()
 
         def run() -> None:
             if not result.set_running_or_notify_cancel():
-                return  # whoever asked was cancelled
+                return  # the caller cancelled the future
             try:
                 result.set_result(work())
-            except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
+            except Exception as error:  # noqa: BLE001 - the caller gets it
                 result.set_exception(error)
 
-        if not self._order(run):
+        if not self._queue_call(run):
             result.set_exception(EngineDead(str(self.error)))
         return result
 
     def stop(self) -> None:
-        """End the thread; what is live fails."""
+        """End the thread. Live requests fail."""
         with self._changed:
             self._stops = True
             self._changed.notify()
         self._thread.join()
 
-    def _order(self, order: Callable[[], None]) -> bool:
-        """Have the thread do something between two steps. Returns False if the thread has ended."""
+    def _queue_call(self, call: Callable[[], None]) -> bool:
+        """Queue a call for the engine thread. Returns False if the thread has ended."""
         with self._changed:
             if self.error is not None:
                 return False
-            self._orders.append(order)
+            self._calls.append(call)
             self._changed.notify()
             return True
 
@@ -322,32 +322,32 @@ class _EngineThread:
     def _run(self) -> None:
         reason = "the engine was shut down"
         try:
-            while self._take_orders():
+            while self._run_calls():
                 if self._batch.is_live:
                     self._step()
                 if self.error is not None:
                     raise self.error
-        except Exception as error:  # noqa: BLE001 - nothing may end the thread while somebody waits for it
+        except Exception as error:  # noqa: BLE001 - reported to every live request below
             reason = str(error) if isinstance(error, QuireError) else f"the engine failed: {error!r}"
         with self._changed:
             self.error = EngineDead(reason)
-            orders, self._orders = list(self._orders), deque()
-        for order in orders:  # those that came too late are answered too
+            calls, self._calls = list(self._calls), deque()
+        for call in calls:  # late calls get the error
             with suppress(QuireError):
-                order()
+                call()
         self._deliver([(stream, [], None, EngineDead(reason)) for stream in self._streams.values()])
         self._streams.clear()
 
-    def _take_orders(self) -> bool:
-        """Carry out what was ordered; wait while there is nothing to do. Returns False when the thread is to end."""
+    def _run_calls(self) -> bool:
+        """Run the queued calls, or wait if there is nothing to do. Returns False if the thread must end."""
         with self._changed:
-            while not self._orders and not self._stops and not self._batch.is_live:
+            while not self._calls and not self._stops and not self._batch.is_live:
                 self._changed.wait()
             if self._stops:
                 return False
-            orders, self._orders = list(self._orders), deque()
-        for order in orders:
-            order()
+            calls, self._calls = list(self._calls), deque()
+        for call in calls:
+            call()
         return True
 
     def _submit(self, stream: _Stream) -> None:
@@ -365,35 +365,35 @@ class _EngineThread:
             self._deliver([(stream, [], None, refusal)])
 
     def _step(self) -> None:
-        news: dict[str, list[StreamPiece]] = {}
+        pieces: dict[str, list[StreamPiece]] = {}
         for piece in self._batch.step():
-            news.setdefault(piece.request_id, []).append(piece)
+            pieces.setdefault(piece.request_id, []).append(piece)
         ended: dict[str, Ended] = {end.output.request_id: end for end in self._batch.take_ended()}
-        letters: list[_Letter] = []
-        for name in news.keys() | ended.keys():
+        deliveries: list[_Delivery] = []
+        for name in pieces.keys() | ended.keys():
             stream, end = self._streams[name], ended.get(name)
             output, error = (None, None) if end is None else end
-            letters.append((stream, news.get(name, []), output, error))
+            deliveries.append((stream, pieces.get(name, []), output, error))
             if end is not None:
                 del self._streams[name]
-        if self._client.dead is not None:  # known before anybody hears of a failed request
+        if self._client.dead is not None:  # set before a failed request is reported
             self.error = EngineDead(self._client.dead)
-        self._deliver(letters)
+        self._deliver(deliveries)
 
     @staticmethod
-    def _deliver(letters: list[_Letter]) -> None:
-        """Tell every event loop once what came for its streams."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Letter]] = {}
-        for letter in letters:
-            by_loop.setdefault(letter[0].loop, []).append(letter)
+    def _deliver(deliveries: list[_Delivery]) -> None:
+        """Pass each event loop everything for its streams, in one thread-safe call."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
+        for delivery in deliveries:
+            by_loop.setdefault(delivery[0].loop, []).append(delivery)
         for loop, own in by_loop.items():
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_hand_out, own)
+                loop.call_soon_threadsafe(_hand_over, own)
 
 
-_Letter = tuple[_Stream, list[StreamPiece], RequestOutput | None, QuireError | None]
+_Delivery = tuple[_Stream, list[StreamPiece], RequestOutput | None, QuireError | None]
 
 
-def _hand_out(letters: list[_Letter]) -> None:
-    for stream, pieces, end, error in letters:
+def _hand_over(deliveries: list[_Delivery]) -> None:
+    for stream, pieces, end, error in deliveries:
         stream.take(pieces, end, error)

@@ -1,5 +1,5 @@
-"""Requests of an engine in this process, from submission to output: those of one call together, and live requests,
-which their user steps, branches and cancels one by one."""
+"""Submits requests to an in-process engine and assembles their outputs: `Batch` for the requests of one call, and
+`LiveRequests` for requests that the user steps, branches and cancels one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.serving.client import EngineClient
-from quire.serving.outputs import OutputBuilder, RequestFollower, StreamPiece, logprobs_by_handle, own_fault
+from quire.serving.outputs import OutputBuilder, RequestFollower, StreamPiece, logprobs_by_handle, request_fault
 from quire.serving.requests import Prompt
 from quire.serving.terminal import DeferredInterrupt
 from quire.serving.text.tokenizer import Tokenizer
@@ -26,24 +26,24 @@ class _Live:
     request: Submit
     prompt: str | None
     handle: int  # of sample 0
-    place: int  # in the list of outputs
+    place: int  # index into the list of outputs
     submitted_at: float
     follower: RequestFollower
 
 
 class Ended(NamedTuple):
-    """The output of a request that is over, and why it failed, if it did."""
+    """The output of a request that has ended, and its error if it failed."""
 
     output: RequestOutput
     error: QuireError | None
 
 
 class Batch:
-    """Submits requests, reads the engine's tokens and assembles outputs in the order of submission.
+    """Submits requests, receives the engine's tokens, and assembles outputs in the order of submission.
 
-    Only samples that may end by their text (all of them with `follow_all`) are followed token by token. Text is made
-    only where there is a tokenizer and the request wants it. Without `keep_outputs`, `take_ended` is the only way to
-    them, and nothing of a request is kept after it.
+    Samples with stop strings are detokenized token by token; with `follow_all`, all samples are. Outputs have text only
+    if there is a tokenizer and the request asks for text. Without `keep_outputs`, outputs are available only from
+    `take_ended`, and nothing else of a finished request is kept.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class Batch:
 
     @property
     def num_finished(self) -> int:
-        """How many of the requests whose outputs are kept are over."""
+        """How many requests have ended, of those whose outputs are kept."""
         return len(self._outputs) - len(self._live)
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """The outputs of all requests that finished."""
+        """The outputs of all finished requests, in the order of submission."""
         return [output for output in self._outputs if output is not None]
 
     def submit(self, request: Submit, prompt: str | None) -> None:
-        """Queue one request. Raises InvalidRequest and leaves the batch as it was."""
+        """Queue one request. Raises InvalidRequest and leaves the batch unchanged."""
         follower = RequestFollower(request, self._tokenizer, wants_all=self._follow_all)
         handle = self._client.submit(request)
         live = _Live(request, prompt, handle, len(self._outputs), time.monotonic(), follower)
@@ -90,7 +90,7 @@ class Batch:
             self._followed.update((handle + index, (live, index)) for index in range(request.sampling.n))
 
     def step(self) -> list[StreamPiece]:
-        """Wait for the next tokens; return the new text of the followed samples."""
+        """Wait for the next batch of tokens. Returns the new text of the followed samples."""
         out = self._client.receive()
         self.num_output_tokens += len(out.samples)
         pieces = self._follow(out) if self._followed else []
@@ -101,12 +101,12 @@ class Batch:
         return pieces
 
     def take_ended(self) -> list[Ended]:
-        """The requests that ended since the last call."""
+        """Return the requests that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def cancel(self) -> None:
-        """Abort what is live and wait for its end, so that the engine is free again."""
+        """Abort all live requests and wait until they have ended."""
         for request_id in self._live:
             self._client.abort(Abort(request_id))
         while self._live and self._client.has_work:
@@ -143,7 +143,7 @@ class Batch:
             self._followed.pop(live.handle + index, None)
         output = self._builder.build(live.request, live.prompt, finished, live.follower.texts)
         output.metrics["latency_seconds"] = time.monotonic() - live.submitted_at
-        error = None if finished.error is None else own_fault(finished) or self._failure(finished.error)
+        error = None if finished.error is None else request_fault(finished) or self._failure(finished.error)
         self._ended.append(Ended(output, error))
         if self._keep_outputs:
             self._outputs[live.place] = output
@@ -165,23 +165,24 @@ class Batch:
         ]
 
 
-_FIRST_SLICE, _SLICE = 64, 512  # requests made and submitted at once: some milliseconds
+_FIRST_SLICE, _SLICE = 64, 512  # requests that are made and submitted in one go, in some milliseconds
 
 
 class Feed:
-    """Makes and submits the requests of one call in slices, so that the device computes the first ones while the
-    others are tokenized. `make(slice)` makes the requests of prompts[slice]."""
+    """Makes and submits the requests of one call in slices, so that the device computes the first ones while the others
+    are tokenized. `make(slice)` returns the requests of `prompts[slice]`."""
 
     def __init__(self, batch: Batch, prompts: Sequence[Prompt], make: Callable[[slice], Sequence[Submit]]) -> None:
         self._batch, self._prompts, self._make, self._next = batch, prompts, make, 0
 
     def submit_tokens(self, num_tokens: int, *, most: int) -> None:
-        """Submit until the prompts have `num_tokens` tokens together or `most` requests are submitted."""
+        """Submit slices until their prompts have `num_tokens` tokens in total, or until `most` requests are
+        submitted."""
         while num_tokens > 0 and self._next < min(most, len(self._prompts)):
             num_tokens -= self._submit(_FIRST_SLICE)
 
     def submit_some(self) -> None:
-        """Submit the next slice, if there is one."""
+        """Submit the next slice, if requests are left."""
         if self._next < len(self._prompts):
             self._submit(_SLICE)
 
@@ -189,8 +190,8 @@ class Feed:
         self._submit(len(self._prompts))
 
     def _submit(self, count: int) -> int:
-        """Submit the next `count` requests. Returns how many tokens their prompts have. Raises InvalidRequest, which
-        names the prompt at fault."""
+        """Submit the next `count` requests. Returns the number of their prompt tokens. Raises InvalidRequest that names
+        the refused prompt."""
         requests = self._make(slice(self._next, self._next + count))
         for request in requests:
             try:
@@ -203,7 +204,7 @@ class Feed:
 
 
 class LiveRequest:
-    """One request. It goes on while its engine is stepped, by whichever request's `wait` or by `LLM.step`."""
+    """One request of an LLM. It advances whenever its engine is stepped: by `wait` of any request, or by `LLM.step`."""
 
     def __init__(self, request: Submit, step: Callable[[], object], cancel: Callable[[Abort], None]) -> None:
         self._request, self._step, self._cancel = request, step, cancel
@@ -226,7 +227,7 @@ class LiveRequest:
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """Of a fork: with the tokens it kept."""
+        """The prompt. For a fork, this includes the answer tokens that it kept."""
         return tuple(self._request.prompt_token_ids)
 
     @property
@@ -239,53 +240,55 @@ class LiveRequest:
 
     @property
     def output(self) -> RequestOutput | None:
-        """What came of it, once it is finished."""
+        """The output, or None until the request is finished."""
         return self._output
 
     def token_ids(self, index: int = 0) -> tuple[int, ...]:
-        """What sample `index` has generated so far. Samples that are ranked have nothing before the end. Raises
-        InvalidRequest if there is no such sample."""
+        """Return the tokens that sample `index` has generated so far. Ranked samples (best_of, beams) have none before
+        the end. Raises InvalidRequest if there is no such sample."""
         index = self._sample(index)
         if self._output is not None:
             return tuple(next((one.token_ids for one in self._output.outputs if one.index == index), ()))
         return tuple(self._tokens[index])
 
     def text(self, index: int = 0) -> str:
-        """The same as text, as far as it is certain."""
+        """Return the text of sample `index` so far. Characters that a later token could change are held back. Raises
+        InvalidRequest if there is no such sample."""
         index = self._sample(index)
         if self._output is not None:
             return next((one.text for one in self._output.outputs if one.index == index), "")
         return "".join(self._texts[index])
 
     def wait(self) -> RequestOutput:
-        """Step the engine until this request is finished."""
+        """Step the engine until this request is finished, and return its output."""
         while self._output is None:
             self._step()
         return self._output
 
     def cancel(self, index: int | None = None) -> None:
-        """End it now, or only one of its samples; what it has generated stays. Idempotent. Raises InvalidRequest if
-        there is no such sample."""
+        """Abort the request, or only sample `index`. What it has generated is kept. Idempotent. Raises InvalidRequest
+        if there is no such sample."""
         sample = None if index is None else self._sample(index)
         if self._output is None:
             self._cancel(Abort(self.request_id, sample))
 
     def _sample(self, index: int) -> int:
-        """Return the number of a sample, which may be one of numpy. Raises InvalidRequest if there is none."""
+        """Return a sample index as int (numpy integers are accepted). Raises InvalidRequest if there is no such
+        sample."""
         return _check_whole("index", index, self.num_samples - 1)
 
     def take(self, piece: StreamPiece) -> None:
-        """News of it, from its engine."""
+        """Add a new piece of a sample. Called by LiveRequests."""
         self._tokens[piece.index] += piece.token_ids
         self._texts[piece.index].append(piece.text)
 
     def settle(self, output: RequestOutput) -> None:
-        """Its end, from its engine."""
+        """Set the final output. Called by LiveRequests."""
         self._output = output
 
 
 class LiveRequests:
-    """All live requests of one engine. One caller at a time."""
+    """All live requests of one engine. Not thread-safe."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None) -> None:
         self._client, self._tokenizer = client, tokenizer
@@ -297,7 +300,7 @@ class LiveRequests:
         return bool(self._live)
 
     def start(self, request: Submit, prompt: str | None = None) -> LiveRequest:
-        """Raises InvalidRequest and starts nothing."""
+        """Submit a request. Raises InvalidRequest and starts nothing."""
         if self._batch is None or not self._live:
             self._batch = Batch(self._client, self._tokenizer, follow_all=True)
         self._batch.submit(request, prompt)
@@ -305,8 +308,8 @@ class LiveRequests:
         return live
 
     def step(self) -> list[StreamPiece]:
-        """Compute one step of all of them. Returns what is new; nothing when none is live. Raises QuireError for one
-        that failed."""
+        """Run one engine step for all live requests. Returns the new pieces; none if no request is live. Raises the
+        QuireError of a request that failed."""
         batch = self._batch
         if batch is None or not self._live:
             return []
@@ -327,14 +330,15 @@ class LiveRequests:
 
 
 def _check_whole(name: str, value: object, high: int) -> int:
-    """Return a whole number in [0, high]. Raises InvalidRequest for any other value."""
+    """Return `value` as an int in [0, high]. Raises InvalidRequest for any other value."""
     number = Whole(0, high)(name, value)
     assert number is not None
     return number
 
 
 def branch_of(source: LiveRequest | RequestOutput, index: int, at_token: int | None) -> tuple[tuple[int, ...], Branch]:
-    """The tokens a fork begins with, and where they stand. `at_token` counts tokens of the answer; None: all so far."""
+    """Return the tokens that a fork of sample `index` begins with, and the `Branch` that names their source. `at_token`
+    is how many tokens of the answer are kept; None: all so far."""
     given: object = source
     if not isinstance(given, LiveRequest | RequestOutput):
         reason = f"must be a request or its output, got {type(given).__name__}"

@@ -1,6 +1,7 @@
-"""The lines of batch files, in OpenAI's format: one request per line of the input, one result per line of the output.
+"""Reads and writes the lines of batch files in OpenAI's format: one request for each line of the input, one result for
+each line of the output.
 
-`/v1/batches` and `quire run-batch` share this. A line that cannot be read becomes a result with an error of its own.
+Used by `/v1/batches` and `quire run-batch`. An input line that cannot be read gets a result line with an error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MEMBERS = ("custom_id", "method", "url", "body")
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a batch."""
+    """One request of a batch file."""
 
     number: int  # of the line in its file, from 1
     custom_id: str
@@ -29,12 +30,12 @@ class BatchLine:
 
 
 def read_line(number: int, text: bytes, urls: Collection[str]) -> BatchLine:
-    """Read a line of an input file. `urls` are the endpoints that it may name. Raises InvalidRequest."""
+    """Parse and check a line of an input file. `urls` are the endpoints that it may name. Raises InvalidRequest."""
     where = f"line {number}"
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise InvalidRequest(where, "is no JSON", 'write {"custom_id", "method", "url", "body"}') from None
+        raise InvalidRequest(where, "is not JSON", 'write {"custom_id", "method", "url", "body"}') from None
     if not isinstance(value, dict):
         raise InvalidRequest(where, "must be a JSON object", 'write {"custom_id", "method", "url", "body"}')
     if missing := [name for name in _MEMBERS if value.get(name) is None and name != "method"]:
@@ -43,7 +44,7 @@ def read_line(number: int, text: bytes, urls: Collection[str]) -> BatchLine:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARACTERS:
         raise InvalidRequest(f"{where}: custom_id", f"must be text of 1 to {MAX_ID_CHARACTERS} characters")
     if not _is_whole(name):
-        raise InvalidRequest(f"{where}: custom_id", "holds half a character", "write UTF-8")
+        raise InvalidRequest(f"{where}: custom_id", "has a lone surrogate", "send valid Unicode")
     if value.get("method", "POST") != "POST":
         raise InvalidRequest(f"{where}: method", "must be POST")
     if url not in urls:
@@ -56,7 +57,7 @@ def read_line(number: int, text: bytes, urls: Collection[str]) -> BatchLine:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether a text can be written as UTF-8; JSON may escape half a character."""
+    """Whether a text can be encoded as UTF-8. JSON escapes may contain half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -65,7 +66,7 @@ def _is_whole(text: str) -> bool:
 
 
 def custom_id_of(text: bytes) -> str | None:
-    """The custom_id of a line that may be wrong otherwise."""
+    """Return the custom_id of an input line that is otherwise invalid, or None if it has none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -75,14 +76,15 @@ def custom_id_of(text: bytes) -> str | None:
 
 
 def result_line(custom_id: str, request_id: str, status: int, body: bytes) -> bytes:
-    """A line of the output file: the response of an endpoint, whatever its status. `body` is JSON, taken as it is."""
+    """Return a line of the output file with the response of an endpoint, whatever its status. `body` is JSON and is
+    inserted unchanged, except that line breaks become spaces."""
     head = _line({"id": f"batch_req_{token_hex(12)}", "custom_id": custom_id})[:-2]
-    told = json.dumps({"status_code": status, "request_id": request_id}).encode()[:-1]
-    return head + b',"response":' + told + b',"body":' + body.replace(b"\n", b" ") + b'},"error":null}\n'
+    status_fields = json.dumps({"status_code": status, "request_id": request_id}).encode()[:-1]
+    return head + b',"response":' + status_fields + b',"body":' + body.replace(b"\n", b" ") + b'},"error":null}\n'
 
 
 def error_line(custom_id: str | None, code: str, message: str, number: int) -> bytes:
-    """A line of the output file for a request that was not sent."""
+    """Return a line of the output file for a request that was not sent."""
     error = {"code": code, "message": message, "line": number}
     return _line({"id": f"batch_req_{token_hex(12)}", "custom_id": custom_id, "response": None, "error": error})
 
@@ -92,7 +94,8 @@ def _line(value: dict[str, Any]) -> bytes:
 
 
 def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """The lines of an input file that are not blank, with their numbers; None for one above `max_bytes`."""
+    """Yield the lines of an input file that are not blank, with their numbers from 1. A line longer than `max_bytes` is
+    yielded as None."""
     number = 0
     while line := file.readline(max_bytes + 1):
         number += 1
@@ -105,15 +108,16 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | No
 
 
 def error_key(number: int) -> str:
-    """The key of a line that was not sent; it may have no custom_id, or that of another line."""
+    """Return the key of an input line that was not sent. Its number identifies it, since its custom_id may be missing
+    or that of another line."""
     return f"\0line {number}"
 
 
 def answered_keys(output: Path, *, keeps_failures: bool) -> set[str]:
-    """The lines that an output file answers: the custom_ids of requests, and error keys. Removes a last line that was
-    not written whole.
+    """Return which input lines an output file answers, as custom_ids and error keys. Removes duplicate lines, and a
+    last line that was not written completely.
 
-    Without `keeps_failures`, lines of requests that failed are removed too, so that these are tried again.
+    Without `keeps_failures`, results of failed requests are removed too, so that these requests are sent again.
     """
     if not output.exists():
         return set()
@@ -130,7 +134,7 @@ def answered_keys(output: Path, *, keeps_failures: bool) -> set[str]:
 
 
 def is_result(line: bytes) -> bool:
-    """Whether a line of a file is the result of a request, or the beginning of one that was not written whole."""
+    """Whether a line of a file is the result of a request, or the incomplete last line of such a file."""
     if not line.endswith(b"\n"):
         return line.startswith(b"{")
     try:

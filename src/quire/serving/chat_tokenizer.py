@@ -1,4 +1,5 @@
-"""The tokenizer that users get from an LLM: the calls they know from transformers, and the model's chat template."""
+"""The tokenizer that an LLM gives to its users: methods with the names of transformers' tokenizers, and the model's
+chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 class Encoding(dict[str, Any]):
-    """Token ids and attention mask, read by key or by attribute."""
+    """Token ids and attention mask. Values can be read by key or by attribute."""
 
     @property
     def input_ids(self) -> Any:
@@ -59,7 +60,7 @@ class ChatTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The first of the tokens that end a text."""
+        """The first of the tokens that end an answer, or None."""
         return next(iter(self._tokenizer.eos_ids), None)
 
     @property
@@ -82,13 +83,13 @@ class ChatTokenizer:
         return self._tokenizer.vocabulary()
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """Return a token as the vocabulary spells it, or several as a list; None for an id that has none."""
+        """Return a token as the vocabulary spells it, or a list of several. An id without a token gives None."""
         if isinstance(ids, int):
             return self._tokenizer.raw_token(ids)
         return [self._tokenizer.raw_token(int(token)) for token in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """Return the id of one token, or of several as a list; None for a token that is not in the vocabulary."""
+        """Return the id of one token, or a list of several. A token that is not in the vocabulary gives None."""
         if isinstance(tokens, str):
             return self._tokenizer.token_id(tokens)
         return [self._tokenizer.token_id(token) for token in tokens]
@@ -113,7 +114,8 @@ class ChatTokenizer:
         return [self._tokenizer.raw_token(token) for token in self.encode(text, add_special_tokens)]
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids. Special tokens are part of it unless they are skipped."""
+        """Return the text of token ids, with special tokens unless `skip_special_tokens`. Raises InvalidRequest for
+        negative ids."""
         try:
             ids = [index(token) for token in ([token_ids] if isinstance(token_ids, int) else token_ids)]
         except TypeError:
@@ -123,7 +125,7 @@ class ChatTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens)
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
-        """Return `decode` of every sequence."""
+        """Return the text of every sequence, as `decode` does."""
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     # ------------------------------------------------------------------------------------------------------ chat
@@ -142,7 +144,7 @@ class ChatTokenizer:
     ) -> Any:
         """Render one conversation or a list of them. Returns token ids, or text if `tokenize` is false.
 
-        `variables` are those that the template reads, such as enable_thinking.
+        `variables` are passed to the template, for example enable_thinking.
         """
         _check_options({name: variables.pop(name) for name in list(variables) if name in _NEUTRAL})
         if documents is not None:
@@ -173,7 +175,7 @@ def _encoding(ids: Any) -> Encoding:
 
 
 def _check_options(options: Mapping[str, object]) -> None:
-    """Raise InvalidRequest for an option of transformers' tokenizers that this one does not have."""
+    """Raise InvalidRequest for an option of transformers' tokenizers that is not supported here."""
     for name, value in options.items():
         if not any(value is neutral or value == neutral for neutral in _NEUTRAL.get(name, ())):
             raise InvalidRequest(name, f"{value!r} is not supported: lists of token ids are returned", "leave it out")

@@ -1,4 +1,5 @@
-"""How the serving floor talks to an engine: the same calls whether it lives in this process or in its own."""
+"""The interface between the serving floor and an engine. It is the same for an engine in this process and in another
+one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ CLOSED = "this LLM was closed; make a new one, or close it (leave its with block
 
 
 class EngineClient(Protocol):
-    """Requests go in, batches of tokens come out. One caller at a time; nothing here is thread-safe."""
+    """Takes requests and returns batches of tokens. Not thread-safe."""
 
     @property
     def has_work(self) -> bool:
@@ -27,49 +28,51 @@ class EngineClient(Protocol):
         """Why the engine takes no more requests; None while it does."""
 
     def submit(self, request: Submit) -> int:
-        """Queue a request; sample i of it has the returned handle + i. Raises InvalidRequest and queues nothing."""
+        """Queue a request and return a handle; sample i has the handle + i. Raises InvalidRequest and queues
+        nothing."""
 
     def abort(self, request: Abort) -> None:
-        """End a request or one of its samples early. Idempotent; the end still arrives through `receive`."""
+        """Abort a request or one of its samples. Idempotent. Its `Finished` still arrives through `receive`."""
 
     def receive(self) -> TokensOut:
-        """Wait for the next batch of tokens. Raises EngineDead when there will be none."""
+        """Wait for the next batch of tokens. Raises EngineDead if the engine has failed."""
 
     def stats(self) -> EngineStats: ...
 
     def pins(self) -> tuple[PinnedPrefix, ...]:
-        """The prompts that stay resident: requests with a `pin` that ended well."""
+        """Return the pinned prompts: those of successful requests with a `pin`."""
 
     def unpin(self, salt: str, name: str) -> bool:
-        """Let go of a resident prompt; False if there is none of that name."""
+        """Unpin a prompt. Returns False if there is none of this name."""
 
     def reset_cache(self) -> int:
-        """Forget cached prefixes; returns how many blocks that freed."""
+        """Empty the prefix cache. Returns how many blocks became free."""
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
-        """The LoRA adapters that requests may name."""
+        """Return the LoRA adapters that requests may name."""
 
     def load_adapter(self, name: str, folder: str, *, in_place: bool = False) -> AdapterInfo:
-        """Load a LoRA adapter and give it a name. Raises InvalidRequest."""
+        """Read a LoRA adapter and give it a name. Raises InvalidRequest."""
 
     def unload_adapter(self, name: str) -> AdapterInfo:
-        """Take the name of a LoRA adapter away. Raises InvalidRequest if there is none of that name."""
+        """Remove the name of a LoRA adapter. Raises InvalidRequest if there is none of this name."""
 
     def begin_load(self, name: str, *, in_place: bool = False) -> None:
         """Check that an adapter may be loaded under a name. `finish_load` must follow. Raises InvalidRequest."""
 
     def read_adapter(self, name: str, folder: str) -> AdapterInfo:
-        """Read an adapter, between `begin_load` and `finish_load`. Any thread may call it. Raises InvalidRequest."""
+        """Read an adapter from `folder` into host memory, between `begin_load` and `finish_load`. Thread-safe. Raises
+        InvalidRequest."""
 
     def finish_load(self, name: str, info: AdapterInfo | None) -> None:
-        """Give a name to the adapter that was read; None: it could not be read."""
+        """Give the name to the adapter that was read, or to none (`info` is None) if reading failed."""
 
     def close(self) -> None:
-        """Let go of the engine. Idempotent."""
+        """Close the engine. Idempotent."""
 
 
 class InProcessClient:
-    """The engine in this process: `receive` runs one of its steps."""
+    """Implements EngineClient over an engine in this process. `receive` runs one engine step."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core, self._is_closed = core, False

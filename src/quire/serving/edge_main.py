@@ -1,4 +1,5 @@
-"""One HTTP edge process: `python -m quire.serving.edge_main FD`, by the supervisor. Never imports torch."""
+"""The main program of an HTTP edge process. The supervisor runs `python -m quire.serving.edge_main FD`. Never imports
+torch."""
 
 from __future__ import annotations
 
@@ -58,14 +59,14 @@ from quire.types.errors import ConfigError, QuireError
 logger = logging.getLogger("quire.edge")
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-CLOSING_SECONDS = 1  # for connections that are still open when all work is done
-SWITCH_SECONDS = 0.001  # how long a text thread may keep the event loop waiting
+CLOSING_SECONDS = 1  # how long open connections may delay the exit of a drained edge
+SWITCH_SECONDS = 0.001  # the interpreter's switch interval: how long a text thread may hold the GIL
 
 
 class EdgeServer(uvicorn.Server):
-    """Uvicorn without signal handlers of its own: the supervisor decides when an edge ends.
+    """A uvicorn server without signal handlers: the supervisor decides when an edge stops.
 
-    Connections to `admin` are marked as such. TCP connections speak TLS where there is a context for it.
+    Connections to `admin` are marked as such. TCP connections use TLS if `tls` is given.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class EdgeServer(uvicorn.Server):
         self._on_started, self._tls, self._admin = on_started, tls, admin
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])  # without uvicorn's own listening, which knows one protocol for all sockets
+        await super().startup([])  # no sockets: uvicorn would use one protocol for all of them
         protocol = cast("type[BoundedProtocol]", self.config.http_protocol_class)
         for each in sockets or []:
             await self._listen(each, protocol)
@@ -108,7 +109,7 @@ class EdgeServer(uvicorn.Server):
 
 
 class Edge:
-    """The parts of one edge, and its life from the first connection to the last."""
+    """Builds the parts of one edge and runs it until it is drained."""
 
     def __init__(self, start: EdgeStart, channel: ControlChannel, texts: ModelText, metrics: ServerMetrics) -> None:
         config, limits = start.config, Limits(start.config.limits)
@@ -153,19 +154,19 @@ class Edge:
         )
 
     async def run(self) -> None:
-        """Serve until drained."""
+        """Serve requests until the edge is drained."""
         self._dispatcher.start()
         self._service.batches.resume()
         gc.collect()
         gc.freeze()
-        give_back()  # what building the tokenizer took and freed
+        give_back()  # return memory that building the tokenizer has freed
         await self._server.serve(sockets=[socket.socket(fileno=self._listen_fd)])
         self._channel.send(Drained())
         self._link.close()
         self._service.close()
 
     def _on_control(self, message: ControlMessage) -> None:
-        """On the link's thread."""
+        """Handle a control message. Called on the link's thread."""
         if isinstance(message, Ping):
             self._loop.call_soon_threadsafe(self._channel.send, Pong())
         elif isinstance(message, Drain):
@@ -203,7 +204,7 @@ class Edge:
 def http_config(
     app: object, limits: Limits, on_refuse: Callable[[int, str], None] = lambda _status, _code: None
 ) -> uvicorn.Config:
-    """How uvicorn serves an edge: one protocol, no access log, no header that names the server."""
+    """Return uvicorn's configuration for an edge: the bounded HTTP protocol, no access log, no Server header."""
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         http=bounded_by(limits, on_refuse),
@@ -248,7 +249,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _load_texts(source: ModelSource) -> ModelText:
-    """Load the tokenizer and what else text needs. Raises ConfigError or ModelLoadError."""
+    """Load the tokenizer, the chat template and the default sampling. Raises ConfigError or ModelLoadError."""
     files = resolve_model(source.model, offline=True)
     own = files if source.tokenizer is None else resolve_model(source.tokenizer, offline=True)
     return ModelText(

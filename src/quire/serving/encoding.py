@@ -1,4 +1,5 @@
-"""Embeddings, scores and classes offline: texts are tokenized, checked, encoded in batches and pooled."""
+"""Embeddings, scores and classes of the offline API: tokenizes and checks texts, encodes them in batches and pools the
+result."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from quire.types.errors import QuireError
 from quire.types.pooling import PoolingParams
 from quire.types.request import Abort, Submit, pack_tokens
 
-Advance = Callable[[int], None]  # how many texts are done
+Advance = Callable[[int], None]  # called with how many texts are done
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTexts:
-    """A loaded encoder with what reads texts for it."""
+    """A loaded encoder, and the reader that tokenizes and checks texts for it."""
 
     encoder: TextEncoder
     config: EncoderConfig
@@ -35,7 +36,7 @@ class LoadedTexts:
     def run(
         self, texts: Sequence[PooledText], params: PoolingParams, advance: Advance | None = None
     ) -> list[list[float]]:
-        """One row for each text, in order."""
+        """Return one row of values for each text, in order. `advance` is called with the number of texts done."""
         ids = [text.token_ids for text in texts]
         firsts: list[int] = []
         if any(text.first_part is not None for text in texts):
@@ -52,7 +53,7 @@ class LoadedTexts:
 
 
 class DecoderTexts:
-    """What a decoder makes of texts. They are prompts like any others, so they share batches and the prefix cache."""
+    """Embeds or scores texts with a decoder. Texts run as prompts, so they share batches and the prefix cache."""
 
     def __init__(self, client: EngineClient, model: PoolingModel, reader: TextReader) -> None:
         self._client, self.model, self.reader = client, model, reader
@@ -60,7 +61,7 @@ class DecoderTexts:
     def run(
         self, texts: Sequence[PooledText], params: PoolingParams, advance: Advance | None = None
     ) -> list[list[float]]:
-        """One row for each text, in order. Whatever ends it early ends all of its requests."""
+        """Return one row of values for each text, in order. An exception aborts all requests of the call."""
         client = self._client
         numbers = {f"embed-{number}": number for number in range(len(texts))}
         found = np.empty((len(texts), self.model.size), np.float32)
@@ -94,7 +95,8 @@ def decoder_texts(
     max_model_len: int,
     tokenizer: Tokenizer | None,
 ) -> DecoderTexts:
-    """For a model that was loaded without a task: its embeddings, or scores where its files say so."""
+    """Return the embedding model, or scoring model if the files describe one, of a decoder that was loaded without a
+    task."""
     settings = read_pooling_settings(files, "pooling")
     assert settings is not None
     model = describe_decoder_pooling(config, settings, max_model_len)

@@ -49,10 +49,10 @@ Stream: TypeAlias = Generator[StreamPiece, None, None]
 
 
 class LLM(OfflineModel):
-    """A loaded model that answers batches of prompts, or an encoder that embeds them. Loads on construction; `close()`
-    gives the memory back.
+    """A loaded model that answers prompts, or an encoder that embeds texts. Loads on construction; `close()` frees the
+    memory.
 
-    `model` is a path, a hub name or a catalogue name; None is the embedded default. One call at a time.
+    `model` is a path, a hub name or a catalogue name; None is the embedded default. Not thread-safe.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LLM(OfflineModel):
         skip_tokenizer_init: bool = False,
         load_format: LoadFormat = "auto",
         verbose: bool | None = None,  # the memory plan and loading progress on stderr; None: only on a terminal
-        generation_config: str = "auto",  # where default sampling comes from: the model's files, "none" or a folder
+        generation_config: str = "auto",  # source of default sampling: "auto" is the model's files; "none"; a folder
         override_generation_config: Mapping[str, Any] | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
@@ -96,10 +96,11 @@ class LLM(OfflineModel):
         priority: Sequence[int] | None = None,
         **others: Unpack[CallArguments],
     ) -> list[RequestOutput]:
-        """Answer all prompts; outputs come in their order. Raises InvalidRequest before anything runs.
+        """Answer all prompts, in one batch, and return their outputs in order. Raises InvalidRequest for a prompt that
+        is refused.
 
-        Without `sampling_params` the model's own defaults hold. `use_tqdm`: a progress line on stderr; None draws it
-        only on a terminal. Ctrl-C ends what is live and leaves the engine usable.
+        Without `sampling_params`, the defaults of the model's generation_config.json are used. `use_tqdm`: draw
+        progress on stderr; None: only on a terminal. Ctrl-C aborts the live requests and leaves the engine usable.
         """
         read = read_prompts(prompts)
         sampling, adapters = self._pair(sampling_params, len(read)), self._adapters(others, len(read))
@@ -118,8 +119,7 @@ class LLM(OfflineModel):
         chat_template_kwargs: Mapping[str, object] | None = None,
         **others: Unpack[CallArguments],
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, rendered by the model's chat template or the given one. Without
-        `sampling_params` the model's own defaults hold."""
+        """Answer one or several conversations, rendered by the model's chat template or the given one."""
         conversations = read_conversations(messages)
         adapters = self._adapters(others, len(conversations))
         prompts = self._render(
@@ -140,7 +140,7 @@ class LLM(OfflineModel):
         *,
         lora_request: LoRARequest | None = None,
     ) -> Stream:
-        """Answer one prompt piece by piece, as its tokens come. Closing the iterator early ends the request."""
+        """Answer one prompt. Yields pieces of text as tokens arrive. Closing the iterator early aborts the request."""
         prompts = read_prompts(prompt)
         requests = self._requests.make(prompts, self._pair(sampling_params, len(prompts)))
         return self._stream(with_lora(self._client, requests, lora_request), prompts)
@@ -154,7 +154,8 @@ class LLM(OfflineModel):
         chat_template_kwargs: Mapping[str, object] | None = None,
         lora_request: LoRARequest | None = None,
     ) -> Stream:
-        """Answer one conversation piece by piece, as its tokens come. Closing the iterator early ends the request."""
+        """Answer one conversation. Yields pieces of text as tokens arrive. Closing the iterator early aborts the
+        request."""
         prompts = self._render([list(messages)], chat_template, chat_template_kwargs)
         sampling = self._pair(sampling_params, 1)
         requests = self._requests.make(prompts, sampling, add_special_tokens=False)
@@ -168,7 +169,7 @@ class LLM(OfflineModel):
         use_tqdm: ShowsProgress = None,
         **others: Unpack[CallArguments],
     ) -> list[BeamSearchOutput]:
-        """The likeliest answers to every prompt, best first. All searches run in one batch, each of its own width."""
+        """Return the most likely answers to every prompt, best first. All searches run in one batch."""
         read = read_prompts(prompts)
         searches, adapters = pair_beams(params, len(read)), self._adapters(others, len(read))
         sampling, beams = [one.sampling for one in searches], [one.rules for one in searches]
@@ -183,9 +184,9 @@ class LLM(OfflineModel):
         *,
         lora_request: LoRARequest | None = None,
     ) -> LiveRequest:
-        """Begin to answer one prompt; `step` and the `wait` of any live request compute it.
+        """Start a request for one prompt. `step`, or `wait` of any live request, computes it.
 
-        While requests live, only they are computed: other calls are refused.
+        While requests are live, calls such as `generate` are refused.
         """
         read = read_one_prompt(prompt)
         requests = self._requests.make([read], self._pair(sampling_params, 1))
@@ -200,16 +201,15 @@ class LLM(OfflineModel):
         index: int = 0,
         sampling_params: SamplingParams | None = None,
     ) -> LiveRequest:
-        """Go on from the middle of another request's sample `index`, after `at_token` tokens of its answer (None: all
-        so far), with sampling parameters of its own and the LoRA adapter of the source. What the source has computed is
-        shared, not computed again."""
+        """Start a request that continues sample `index` of another one after `at_token` tokens of its answer (None: all
+        so far). It shares the source's KV blocks and LoRA adapter; its sampling parameters are its own."""
         tokens, branch = branch_of(source, index, at_token)
         (request,) = self._requests.make([Prompt(token_ids=tokens)], self._pair(sampling_params, 1))
         images = source.images if isinstance(source, LiveRequest) else ()
         return self._start(replace(request, source=branch, images=images, adapter=source.adapter), None)
 
     def step(self) -> list[StreamPiece]:
-        """Compute one step of the live requests; what is new in them. Nothing when none lives."""
+        """Run one engine step for the live requests. Returns their new pieces."""
         return self._live.step()
 
     def _start(self, request: Submit, prompt: str | None) -> LiveRequest:
@@ -220,8 +220,8 @@ class LLM(OfflineModel):
 
     # -------------------------------------------------------------------------------------------- resident prompts
     def register_prefix(self, name: str, prompt: PromptLike | Sequence[Message]) -> PinnedPrefix:
-        """Compute a prompt, or the beginning of a conversation, and keep it in the cache under a name: it is not
-        evicted until `remove_prefix` or `reset_prefix_cache`. At most half the cache is kept so."""
+        """Compute a prompt, or the beginning of a conversation, and pin its KV blocks under a name. At most half of the
+        cache can be pinned. `remove_prefix` and `reset_prefix_cache` unpin it."""
         named: object = name
         if not isinstance(named, str) or not named:
             raise InvalidRequest("name", f"must be text, got {named!r}", "give a name to list and remove it by")
@@ -237,30 +237,29 @@ class LLM(OfflineModel):
         raise QuireError(f"prefix {name!r} was computed and is not in the cache; register it again")
 
     def prefixes(self) -> tuple[PinnedPrefix, ...]:
-        """The prompts that stay in the cache."""
+        """Return the pinned prompts."""
         return self._client.pins()
 
     def remove_prefix(self, name: str) -> None:
-        """Keep a prompt no longer: it is cached as others are. Raises InvalidRequest for a name that is not known."""
+        """Unpin a prompt: its blocks may be evicted again. Raises InvalidRequest for an unknown name."""
         if not self._client.unpin("", name):
             raise InvalidRequest("name", f"{name!r} is not registered", "see prefixes()")
 
     # ---------------------------------------------------------------------------------------------------- adapters
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load a LoRA adapter, if it is not loaded. Raises InvalidRequest."""
+        """Load a LoRA adapter, unless it is loaded already. Raises InvalidRequest."""
         return bool(load_loras(self._client, [lora_request]))
 
     def remove_lora(self, lora_name: str) -> bool:
-        """Unload a LoRA adapter. Requests that run with it go on. Raises InvalidRequest if there is none."""
+        """Unload a LoRA adapter. Requests that use it continue. Raises InvalidRequest."""
         return bool(self._client.unload_adapter(lora_name))
 
     def list_loras(self) -> tuple[AdapterInfo, ...]:
-        """The LoRA adapters that requests may name."""
+        """Return the LoRA adapters that requests may name."""
         return self._client.adapters()
 
     def _adapters(self, others: CallArguments, num_prompts: int) -> Sequence[str]:
-        """Check the other arguments of a call, and load the LoRA adapters that it names. Returns the name for each
-        prompt; (): none."""
+        """Check the other arguments of a call, load its LoRA adapters, and return the adapter name of each prompt."""
         if not others:
             return ()
         loras, left = take_loras(others, num_prompts)
@@ -269,15 +268,15 @@ class LLM(OfflineModel):
 
     # ------------------------------------------------------------------------------------------------- condition
     def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling that the model's makers recommend, on top of the defaults of SamplingParams."""
+        """Return SamplingParams with the values that the model's generation_config.json recommends."""
         return self._default_sampling
 
     def stats(self) -> EngineStats:
-        """Blocks used, shared, cached and free, waste, preemptions, tokens and step times since the start."""
+        """Return counters since the engine's start: blocks, requests, preemptions, tokens and step times."""
         return self._client.stats()
 
     def reset_prefix_cache(self) -> int:
-        """Forget what is cached of prompts and answers, registered prefixes too; returns how many blocks that freed."""
+        """Empty the prefix cache, registered prefixes included. Returns how many blocks became free."""
         return self._client.reset_cache()
 
     # -------------------------------------------------------------------------------------------------- the works
@@ -352,7 +351,7 @@ class LLM(OfflineModel):
         return batch.outputs
 
     def _submit_first(self, feed: Feed) -> None:
-        """Submit what fills the first two steps, or everything if the policy may prefer a later request to these."""
+        """Submit what fills the first two steps, or all if the policy may prefer later requests."""
         scheduler = self.config.scheduler
         if scheduler.policy == "fcfs":
             feed.submit_tokens(2 * scheduler.max_num_batched_tokens, most=scheduler.num_rows)
@@ -396,5 +395,5 @@ class LLM(OfflineModel):
 
 
 def is_shown(use_tqdm: ShowsProgress) -> bool | None:
-    """Whether to draw progress. A class of progress bars, which vLLM takes, means yes."""
+    """Return whether to draw progress; None: only on a terminal. A progress bar class, as vLLM takes, means yes."""
     return use_tqdm if use_tqdm is None else bool(use_tqdm)

@@ -1,4 +1,4 @@
-"""Loads a model for use in this process: its files, tokenizer, recommended sampling and engine."""
+"""Loads a model into this process: its files, tokenizer, default sampling parameters and engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LoadFormat = Literal["auto", "dummy"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to answer. `close` gives its memory back."""
+    """A loaded model with its engine, tokenizer and request maker. `close` frees its memory."""
 
     files: ModelFiles
     model_config: ModelConfig
@@ -54,15 +54,15 @@ class LoadedModel:
     checker: GrammarChecker | None
     requests: RequestMaker
     client: EngineClient
-    pooling: PoolingModel | None = None  # what a task asked it to make of texts
-    images: ImageTaker | None = None  # of messages; None: the model takes no images
+    pooling: PoolingModel | None = None  # how a pooling task pools token vectors; None: the model generates text
+    images: ImageTaker | None = None  # reads the images of messages; None: the model takes no images
 
     @property
     def name(self) -> str:
         return self.files.name
 
     def close(self) -> None:
-        """Give back weights, cache and devices. Idempotent."""
+        """Free weights, cache and devices. Idempotent."""
         self.client.close()
         if self.checker is not None:
             self.checker.close()
@@ -70,7 +70,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEncoder:
-    """An encoder that is ready to embed or to classify. `close` gives its memory back."""
+    """A loaded encoder that embeds or classifies texts. `close` frees its memory."""
 
     name: str
     model_config: ModelConfig
@@ -78,7 +78,7 @@ class LoadedEncoder:
     texts: LoadedTexts
 
     def close(self) -> None:
-        """Give back weights and device. Idempotent."""
+        """Free weights and device. Idempotent."""
         self.texts.encoder.close()
 
 
@@ -89,8 +89,8 @@ def load_model(arguments: Mapping[str, Any], *, offline: Literal[True] = True) -
 def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedModel | LoadedEncoder:
     """Load the model that the arguments of `LLM` describe. Raises ConfigError, DoesNotFit or ModelLoadError.
 
-    `offline`: requests come as batches; else they come one by one, every token of a stream counts, and the model must
-    generate text.
+    `offline`: for an LLM, which gets requests in batches. Otherwise for an AsyncLLM, which streams tokens of single
+    requests, and the model must generate text.
     """
     others, asked_by, task = take_task(arguments)
     given = translate_arguments(others)
@@ -126,7 +126,7 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
 def _plan(
     files: ModelFiles, settings: EngineArguments, asked_by: str, *, offline: bool
 ) -> PlannedEngine | PlannedEncoder:
-    """`asked_by`: the argument that asks for a task, which errors name."""
+    """Plan the model's engine or encoder. Errors name `asked_by`, the argument that selected the task."""
     if not offline and settings.task not in ("auto", "generate"):
         raise ConfigError(asked_by, "is not 'generate', and requests one by one generate text", "use LLM, or a server")
     try:
@@ -138,11 +138,11 @@ def _plan(
 
 
 def _with_images(loaded: LoadedModel, settings: EngineArguments) -> LoadedModel:
-    """What reads images, where the model takes some."""
+    """Return `loaded` with readers for images and media sources if the model takes images."""
     limits = loaded.config.scheduler.images
     if limits is None:
         return loaded
-    from quire.serving.vision.image_reader import ImageReader  # needless where there are no images
+    from quire.serving.vision.image_reader import ImageReader  # imported late: only for models that take images
     from quire.serving.vision.messages import ImageTaker
     from quire.serving.vision.sources import MediaSources, read_media_folder
 
@@ -196,7 +196,7 @@ def _as_name(argument: str, given: str | os.PathLike[str] | None) -> str | None:
 
 
 def _read_load_format(name: object) -> LoadFormat:
-    if name in ("auto", None, "safetensors", "gguf", "hf"):  # the files say which of these they are
+    if name in ("auto", None, "safetensors", "gguf", "hf"):  # the format is detected from the files
         return "auto"
     if name == "dummy":
         return "dummy"

@@ -1,4 +1,4 @@
-"""LoRA adapters as users name them: in calls of `LLM` and `AsyncLLM`, and by their folders."""
+"""The LoRA adapters of requests to `LLM` and `AsyncLLM`, and checks of the folders that clients of a server name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MAX_PATH = 4_096
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """The LoRA adapter of a request: its name, and the folder that it is loaded from when it is first used.
+    """The LoRA adapter of a request: its name, and the folder from which it is loaded on first use.
 
-    `lora_int_id` has no effect: names tell adapters apart. With `load_inplace`, the folder is read again and replaces
-    what had the name; without a path, the folder that it was loaded from.
+    `lora_int_id` has no effect: adapters are identified by name. With `load_inplace`, the folder is read again and
+    replaces the adapter of this name; without a path, the folder is the one it was loaded from.
     """
 
     lora_name: str
@@ -35,12 +35,12 @@ class LoRARequest:
 
     @property
     def folder(self) -> str:
-        """The absolute path of its folder; empty: it must be loaded already."""
+        """The absolute path of its folder; empty: the adapter must be loaded already."""
         return str(Path(self.lora_path).absolute()) if self.lora_path else ""
 
 
 def take_loras(others: Mapping[str, object], num_prompts: int) -> tuple[list[LoRARequest | None], dict[str, object]]:
-    """Return the adapter of each prompt, and the other arguments of a call. Raises InvalidRequest."""
+    """Return the adapter of each prompt, and the remaining arguments of a call. Raises InvalidRequest."""
     left: dict[str, Any] = dict(others)
     given = left.pop("lora_request", None)
     if given is None or isinstance(given, LoRARequest):
@@ -55,8 +55,8 @@ def take_loras(others: Mapping[str, object], num_prompts: int) -> tuple[list[LoR
 
 
 def folder_to_load(client: EngineClient, request: LoRARequest) -> str | None:
-    """Return the folder from which the adapter of a request must be loaded first; None: it is loaded. Raises
-    InvalidRequest if it cannot be."""
+    """Return the folder from which the adapter of a request must be loaded, or None if it is loaded. Raises
+    InvalidRequest if it has no folder or the loaded one came from another folder."""
     found = next((info for info in client.adapters() if info.name == request.lora_name), None)
     if found is None and not request.folder:
         reason = f"{request.lora_name!r} is not loaded, and no lora_path is given"
@@ -70,7 +70,8 @@ def folder_to_load(client: EngineClient, request: LoRARequest) -> str | None:
 
 
 def load_loras(client: EngineClient, requests: list[LoRARequest | None]) -> list[str]:
-    """Load the adapters that are not loaded yet. Returns the name of each request's adapter; "": none."""
+    """Load the adapters that are not loaded yet. Returns the adapter name of each request; "": none. Raises
+    InvalidRequest."""
     for request in dict.fromkeys(requests):
         if request is not None and not isinstance(request, LoRARequest):
             raise InvalidRequest("lora_request", f"must be a LoRARequest, got {type(request).__name__}")
@@ -84,7 +85,8 @@ def load_loras(client: EngineClient, requests: list[LoRARequest | None]) -> list
 
 
 def with_lora(client: EngineClient, requests: Sequence[Submit], lora: LoRARequest | None) -> Sequence[Submit]:
-    """The requests under an adapter, which is loaded if it is not yet; None: as they are."""
+    """Return the requests with the given adapter, which is loaded first if necessary. With None, return them
+    unchanged."""
     if lora is None:
         return requests
     (name,) = load_loras(client, [lora])
@@ -93,15 +95,15 @@ def with_lora(client: EngineClient, requests: Sequence[Submit], lora: LoRAReques
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """An adapter that is being read. `over` ends when requests may name it, or with the error."""
+    """An adapter that is being read. `over` is done when requests may name the adapter, or has the error."""
 
     folder: str
     over: Future[None]
 
 
 class LoRALoader:
-    """Loads adapters for the coroutines of any event loop, each on a thread of its own while steps go on. A load goes
-    on if the coroutine that asked for it is cancelled, and later requests for the same adapter wait for it.
+    """Loads adapters for coroutines of any event loop, each on its own thread while the engine continues to step. A
+    load continues if the coroutine that started it is cancelled. Later requests for the same adapter wait for it.
 
     `call` runs a function on the engine's thread.
     """
@@ -126,8 +128,8 @@ class LoRALoader:
                 return request.lora_name
 
     def _begin(self, request: LoRARequest) -> tuple[_Load, bool] | None:
-        """Begin to load the adapter of a request. Returns the load, or that of another request for the same name, and
-        whether it is this request's own; None: it is loaded. Called on the engine's thread."""
+        """Start to load the adapter of a request. Returns the load, or the running load of the same name, and whether
+        this request started it. Returns None if the adapter is loaded. Called on the engine's thread."""
         name = request.lora_name
         if name in self._loads:
             return self._loads[name], False
@@ -136,7 +138,7 @@ class LoRALoader:
             return None
         self._client.begin_load(name, in_place=request.load_inplace)
         load = self._loads[name] = _Load(folder, Future())
-        load.over.set_running_or_notify_cancel()  # from here no coroutine that waits for it can cancel it
+        load.over.set_running_or_notify_cancel()  # now a waiting coroutine cannot cancel it
         threading.Thread(target=self._read, args=(name, load), name="quire-adapter", daemon=True).start()
         return load, True
 
@@ -150,7 +152,7 @@ class LoRALoader:
 
         try:
             info = self._client.read_adapter(name, load.folder)
-        except Exception as error:  # noqa: BLE001 - whatever it is, those that wait for the adapter get it
+        except Exception as error:  # noqa: BLE001 - raised in the coroutines that wait for it
             failure = error
         try:
             self._call(finish).result()
@@ -163,13 +165,14 @@ class LoRALoader:
 
 
 def folder_below(root: str, path: str) -> str:
-    """Return the folder that a client names, which must be `root`'s own or below it. Raises InvalidRequest.
+    """Return the absolute path of a folder that a client names. It must be below `root`. Raises InvalidRequest.
 
-    `root` is a real path. The path may be relative to it. No part of it may be `..`, a link or anything but a folder,
-    and the folder may hold only plain files: what an adapter is read from is what the operator put there.
+    `root` is a real path, and `path` may be relative to it. No part of the path may be `..`, a link or anything but a
+    folder. The folder may hold only plain files and folders. So an adapter is read only from files that the operator
+    put there.
     """
     if not path or len(path) > _MAX_PATH or not _is_text(path):
-        raise InvalidRequest("lora_path", "is no path of a folder", "name a folder below the operator's lora_dir")
+        raise InvalidRequest("lora_path", "is not the path of a folder", "name a folder below the operator's lora_dir")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/"):
         own = [part for part in root.split("/") if part]
@@ -190,7 +193,7 @@ def folder_below(root: str, path: str) -> str:
 
 
 def _is_text(path: str) -> bool:
-    """Whether a path can be written as UTF-8 and has no zero."""
+    """Whether a path can be encoded as UTF-8 and has no NUL character."""
     try:
         return b"\0" not in path.encode()
     except UnicodeEncodeError:
@@ -211,7 +214,8 @@ def _outside() -> InvalidRequest:
 
 
 def _open_folder(above: int, part: str) -> int:
-    """Open a folder in another one, by its name. Raises InvalidRequest if it is a link, or no folder."""
+    """Open a subfolder by its name and return its file descriptor. Raises InvalidRequest if it is a link or not a
+    folder."""
     try:
         status = os.stat(part, dir_fd=above, follow_symlinks=False)
         if stat.S_ISLNK(status.st_mode):
@@ -223,7 +227,7 @@ def _open_folder(above: int, part: str) -> int:
 
 
 def _check_entries(folder: int) -> None:
-    """Raise InvalidRequest for a folder that holds links or special files."""
+    """Raise InvalidRequest if a folder holds links or special files."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):

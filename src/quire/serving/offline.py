@@ -1,4 +1,4 @@
-"""A model that is loaded in this process: what can be asked of it whether it generates text or makes embeddings."""
+"""The base class of LLM: embeddings, classification and scores, which both encoders and generating models offer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ ShowsProgress: TypeAlias = bool | Callable[..., object] | None
 
 
 class OfflineModel:
-    """A loaded model. What generates text is there only where it does; an encoder refuses whoever asks for it."""
+    """A loaded model. Attributes for generating text exist only if the model generates; for an encoder, accessing them
+    raises InvalidRequest."""
 
     config: EngineConfig
     memory_plan: MemoryPlan
@@ -60,11 +61,11 @@ class OfflineModel:
         use_tqdm: ShowsProgress = None,
         **others: Unpack[CallArguments],
     ) -> list[EmbeddingOutput]:
-        """The embeddings of texts or token ids, in their order, pooled as the model's files say. Of a model
-        that generates text it is the state of the last token.
+        """Return the embeddings of texts or token ids, in order, pooled as the model's files define it. A model that
+        generates text gives the hidden state of the last token.
 
-        A text with more tokens than the model takes is refused before anything runs, unless `truncate_prompt_tokens`
-        says how many are kept of it: -1 for as many as the model takes.
+        A text with more tokens than the model takes is refused before anything runs, unless `truncate_prompt_tokens` is
+        how many of its tokens to keep; -1: as many as the model takes.
         """
         check_call(others)
         loaded, params = self._encoder(), pooling_params or PoolingParams()
@@ -83,7 +84,8 @@ class OfflineModel:
         use_tqdm: ShowsProgress = None,
         **others: Unpack[CallArguments],
     ) -> list[ClassificationOutput]:
-        """The probabilities of every text's labels. Needs a classifier, such as a BertForSequenceClassification."""
+        """Return the probabilities of every text's labels. Needs a classifier, for example a
+        BertForSequenceClassification."""
         check_call(others)
         loaded = self._encoder()
         check_task(loaded.model, classifies=True)
@@ -105,10 +107,10 @@ class OfflineModel:
         use_tqdm: ShowsProgress = None,
         **others: Unpack[CallArguments],
     ) -> list[ScoreOutput]:
-        """How well pairs of texts fit together: one text with each of several, or as many with as many.
+        """Return the similarity of pairs of texts: one text paired with each of several, or lists of equal length.
 
-        A cross-encoder, a classifier with one label, reads both texts at once. Of an encoder it is the cosine of the
-        two embeddings.
+        A cross-encoder (a classifier with one label) reads both texts of a pair at once. For an embedding model the
+        score is the cosine of the two embeddings.
         """
         check_call(others)
         loaded = self._encoder()
@@ -140,7 +142,8 @@ class OfflineModel:
         use_tqdm: ShowsProgress = None,
         **others: Unpack[CallArguments],
     ) -> list[PoolingOutput[Pooled]]:
-        """What the model makes of texts, whichever it is, as `outputs.data`: an embedding or probabilities."""
+        """Return the pooled result of each text as `outputs.data`: an embedding, or probabilities if the model is a
+        classifier."""
         check_call(others)
         loaded = self._encoder()
         if pooling_task not in (None, loaded.model.task):
@@ -161,7 +164,7 @@ class OfflineModel:
         return decoder_texts(loaded.client, loaded.files, loaded.model_config, length, loaded.tokenizer)
 
     def _alone(self) -> AbstractContextManager[None]:
-        """While entered, no other call runs."""
+        """Return a context in which no other call may run."""
         return nullcontext()
 
     def _rows(
@@ -186,11 +189,12 @@ class OfflineModel:
         return self._tokenizer
 
     def get_tokenizer(self) -> ChatTokenizer:
-        """The tokenizer with the calls of transformers: `apply_chat_template`, `encode`, `decode`, `eos_token_id`."""
+        """Return the tokenizer with the methods of transformers' tokenizers: `apply_chat_template`, `encode`, `decode`,
+        `eos_token_id`."""
         return ChatTokenizer(self.tokenizer)
 
     def close(self) -> None:
-        """Give back weights, cache and devices. Idempotent."""
+        """Free weights, cache and devices. Idempotent."""
         self._is_closed = True
         self._loaded.close()
 
@@ -208,14 +212,15 @@ class OfflineModel:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """Called by pickle and copy."""
+        """Refuse to be pickled or copied."""
         name = type(self).__name__
         raise QuireError(f"an {name} holds a loaded model and cannot be pickled or copied; make one in each process")
 
-    if not TYPE_CHECKING:  # with it, every name would be an attribute
+    if not TYPE_CHECKING:  # otherwise mypy would accept every attribute name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Called for what there is not."""
+            """Raise InvalidRequest for a generating attribute of an encoder, AttributeError for any other missing
+            one."""
             loaded = self.__dict__.get("_loaded")
             if isinstance(loaded, LoadedEncoder) and name in GENERATING:
                 reason = f"{loaded.name} is an encoder: it makes embeddings and generates no text"
@@ -227,12 +232,12 @@ GENERATING = {"config", "memory_plan", "_client", "_requests", "_templates", "_d
 
 
 def shown(text: PooledText) -> tuple[str | None, list[int]]:
-    """A text and its tokens, as outputs have them."""
+    """Return the text and the token ids that an output reports."""
     return text.text, text.token_ids
 
 
 def read_texts(given: str | Sequence[str], where: str) -> list[str]:
-    """One text or several. Raises InvalidRequest."""
+    """Return one text or several as a list. Raises InvalidRequest."""
     texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest(where, "must be a text or a list of texts", "pass at least one")

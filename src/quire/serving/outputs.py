@@ -1,8 +1,8 @@
-"""From the engine's tokens to what users get: followers, which turn tokens into text and end samples at stop strings
-and loops, and the outputs of finished requests.
+"""Turns the engine's tokens into outputs: followers detokenize samples and end them at stop strings and loops, and
+OutputBuilder builds the outputs of finished requests.
 
-Offline and served requests are followed by the same code. What differs is where the text goes: into outputs
-(`batch.py`), or into the mailbox of a response (`dispatch/in_flight_request.py`).
+Offline and served requests use the same followers. Their text goes into outputs (`batch.py`) or into the mailbox of a
+response (`dispatch/in_flight_request.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from quire.types.step import TokenLogprobs
 
 
 def is_ranked(request: Submit) -> bool:
-    """Whether its samples are known only at the end: the engine compares them, and finds their stop strings itself."""
+    """Whether the engine chooses the request's samples at its end (best_of, beam search). It finds their stop strings
+    itself."""
     return request.beam is not None or request.sampling.num_sequences > request.sampling.n
 
 
 def answer_detokenizer(tokenizer: Tokenizer, sampling: SamplingParams) -> Detokenizer:
-    """A detokenizer for text that follows a prompt: its leading space is part of it."""
+    """Return a detokenizer for an answer. The leading space of its first word is kept."""
     return Detokenizer(tokenizer, sampling.skip_special_tokens, sampling.spaces_between_special_tokens, continues=True)
 
 
@@ -37,16 +38,17 @@ class TextWatch(Protocol):
     """Reads the text of one sample as it is shown, and may end the sample."""
 
     def push(self, text: str) -> str | None:
-        """Take the next text. Returns why the sample ends with it; None: the sample goes on."""
+        """Take the next text. Returns the reason why the sample ends with it, or None if it continues."""
 
 
 WatchMaker: TypeAlias = Callable[[], TextWatch]  # makes the watch of one sample
 
 
 class SampleText:
-    """The text of one sample. Takes tokens and returns text that is safe to show; holds back what may become a stop
-    string. After a stop string, a loop or a word of its watch it ignores tokens. They end it only after the request's
-    `min_tokens`.
+    """The text of one sample. Takes tokens, and returns text as soon as it cannot be the beginning of a stop string.
+
+    Ignores all tokens after a stop string, a repetition loop, or a text at which its watch ends the sample. None of
+    these ends the sample before the request's `min_tokens`.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Submit, watch: TextWatch | None = None) -> None:
@@ -58,9 +60,9 @@ class SampleText:
         self._loops = None if sampling.loops is None else RepetitionWatch(sampling.loops)
         self._text_watch = watch
         self._pieces: list[str] = []
-        self.num_characters = 0  # of all text so far, also of what is held back
-        self.num_tokens = 0  # up to and including the one that ended it
-        self.stopped_by: str | None = None  # a stop string, REPEATED, or what the watch says
+        self.num_characters = 0  # of all text so far, including text that is held back
+        self.num_tokens = 0  # up to and including the token that ended the text
+        self.stopped_by: str | None = None  # a stop string, REPEATED, or the reason of the watch
         self.is_loop = False
 
     @property
@@ -68,7 +70,7 @@ class SampleText:
         return "".join(self._pieces)
 
     def push(self, token_id: int) -> str:
-        """Take the next token; return the text that became certain with it."""
+        """Take the next token. Returns the text that can be shown now."""
         if self.stopped_by is not None:
             return ""
         self.num_tokens += 1
@@ -86,13 +88,13 @@ class SampleText:
         return shown
 
     def finish(self) -> str:
-        """The sample ended by other means: return the text that was held back."""
+        """Return the text that was held back. Called when the sample ended for another reason than its text."""
         if self.stopped_by is not None:
             return ""
         return self._keep(self._watch(self._detokenizer.finish()) + self._stops.finish())
 
     def _end_loop(self) -> str:
-        """End it here, with the text that was held back, unless that holds a stop string."""
+        """End the sample as a loop. Returns the text that was held back, unless that contains a stop string."""
         rest = self.finish()
         if self.stopped_by is None:
             self.is_loop, self.stopped_by = True, REPEATED
@@ -112,11 +114,11 @@ class SampleText:
 
 
 class RequestFollower:
-    """The samples of one request and their texts, by sample index in `texts`.
+    """Follows the samples of one request. `texts` holds their texts by sample index.
 
-    Samples are followed token by token if `wants_all`, or if they may end by their text. Ranked samples (see
-    `is_ranked`) are followed at the end, when the engine has chosen them. Without a tokenizer there are no texts.
-    `make_watch`: what else may end a sample by its text.
+    Samples are followed token by token if `wants_all`, or if their text may end them. Ranked samples (see `is_ranked`)
+    are followed at the end, when the engine has chosen them. Without a tokenizer there are no texts. `make_watch` makes
+    a watch for each sample that may also end it.
     """
 
     def __init__(
@@ -136,13 +138,13 @@ class RequestFollower:
         return SampleText(self._tokenizer, self._submit, watch)
 
     def rank(self, finished: Finished) -> None:
-        """The engine has chosen the samples of a ranked request: begin to follow them. See `replay`."""
+        """Create the texts of the samples that the engine has chosen for a ranked request. `replay` fills them."""
         if self.is_ranked and self._has_text:
             self.texts = {end.index: self._text() for end in finished.samples}
 
     def replay(self, end: SampleEnd) -> Iterator[tuple[int, TokenLogprobs | None]]:
-        """The tokens of a ranked sample with their logprobs, up to the token that ends its text. The caller pushes each
-        token to the sample's text before it takes the next."""
+        """Yield the tokens of a ranked sample with their logprobs, up to the token that ends its text. The caller must
+        push each token to the sample's text before it takes the next."""
         text = self.texts[end.index]
         for token, entry in zip(end.token_ids, end.logprobs or (None,) * len(end.token_ids), strict=True):
             yield token, entry
@@ -150,7 +152,7 @@ class RequestFollower:
                 return
 
     def finish(self, finished: Finished) -> dict[int, str]:
-        """Follow the request to its end. Returns, by sample, the text that was not returned before."""
+        """Finish all texts of the request. Returns, by sample index, the text that was not returned before."""
         self.rank(finished)
         shown = {end.index: self._replayed(end) for end in finished.samples} if self.is_ranked and self.texts else {}
         return {index: shown.get(index, "") + text.finish() for index, text in self.texts.items()}
@@ -160,13 +162,14 @@ class RequestFollower:
         return "".join([text.push(token) for token, _ in self.replay(end)])
 
     def ends(self, finished: Finished) -> list[tuple[SampleEnd, SampleText | None]]:
-        """Every sample as its user sees it, in order, with its text if it was followed."""
-        pairs = [(settled(end, self.texts.get(end.index)), self.texts.get(end.index)) for end in finished.samples]
+        """Return every sample as the user sees it (see `cut_at_stop`), sorted by index, with its text if it was
+        followed."""
+        pairs = [(cut_at_stop(end, self.texts.get(end.index)), self.texts.get(end.index)) for end in finished.samples]
         return sorted(pairs, key=lambda pair: pair[0].index)
 
 
-def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
-    """A sample as its user sees it: cut after the token that ended its followed text."""
+def cut_at_stop(end: SampleEnd, text: SampleText | None) -> SampleEnd:
+    """Return a sample as the user sees it: cut after the token at which its text ended it."""
     if text is None or text.stopped_by is None:
         return end
     count = text.num_tokens
@@ -178,14 +181,14 @@ def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
     )
 
 
-def spoken_ids(request: Submit, token_ids: Sequence[int]) -> Sequence[int]:
-    """The tokens of an answer that its text shows: all but a last one that ended it."""
+def visible_ids(request: Submit, token_ids: Sequence[int]) -> Sequence[int]:
+    """Return the tokens that the text of an answer shows: all except a last one that ended it."""
     is_silent = token_ids and token_ids[-1] in request.rules.end_ids
     return token_ids[:-1] if is_silent and not request.sampling.include_stop_str_in_output else token_ids
 
 
 def logprobs_by_handle(logprobs: Sequence[tuple[int, TokenLogprobs]]) -> dict[int, list[TokenLogprobs]]:
-    """The logprobs of a batch by sample handle, in the order of the sample's tokens."""
+    """Group the logprobs of a step by sample handle, in the order of each sample's tokens."""
     entries: dict[int, list[TokenLogprobs]] = {}
     for handle, entry in logprobs:
         entries.setdefault(handle, []).append(entry)
@@ -194,7 +197,7 @@ def logprobs_by_handle(logprobs: Sequence[tuple[int, TokenLogprobs]]) -> dict[in
 
 @dataclass(frozen=True, slots=True)
 class StreamPiece:
-    """New text of one sample. The last piece of a sample carries its finish reason."""
+    """New text of one sample. The last piece of a sample has its finish reason."""
 
     index: int
     text: str
@@ -202,13 +205,14 @@ class StreamPiece:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     request_id: str = ""
-    logprobs: tuple[dict[int, Logprob], ...] = ()  # of `token_ids`, where they are asked for
+    logprobs: tuple[dict[int, Logprob], ...] = ()  # of `token_ids`, if requested
 
 
-def own_fault(finished: Finished) -> InvalidRequest | None:
-    """What was wrong with a request that was accepted and failed; None: nothing, the engine is at fault.
+def request_fault(finished: Finished) -> InvalidRequest | None:
+    """Return the InvalidRequest of an accepted request that failed through its own fault, or None if the engine is at
+    fault.
 
-    A grammar may turn out too costly only while it is followed.
+    For example, a grammar may prove too costly only while tokens are matched.
     """
     if not finished.refused:
         return None
@@ -220,7 +224,7 @@ def _sum_of(logprobs: Sequence[TokenLogprobs]) -> float:
 
 
 class OutputBuilder:
-    """Builds RequestOutputs. Without a tokenizer texts are empty and tokens have no names."""
+    """Builds RequestOutputs. Without a tokenizer, texts are empty and tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -229,7 +233,8 @@ class OutputBuilder:
     def build(
         self, request: Submit, prompt: str | None, finished: Finished, texts: Mapping[int, SampleText]
     ) -> RequestOutput:
-        """`texts` holds, by sample index, the texts that were followed token by token; the rest are decoded here."""
+        """Build the output of a finished request. `texts` holds, by sample index, the texts that were followed token by
+        token; all others are decoded here."""
         outputs = [self._completion(request, end, texts.get(end.index), finished.error) for end in finished.samples]
         prompt_logprobs = None
         if request.sampling.prompt_logprobs is not None and finished.prompt_logprobs is not None:
@@ -252,7 +257,7 @@ class OutputBuilder:
     def _completion(
         self, request: Submit, end: SampleEnd, text: SampleText | None, error: str | None
     ) -> CompletionOutput:
-        end = settled(end, text)
+        end = cut_at_stop(end, text)
         stop_reason = error if end.finish_reason == "error" else end.stop_reason
         token_ids, logprobs = end.token_ids, end.logprobs
         wants_logprobs = request.sampling.logprobs is not None
@@ -273,10 +278,11 @@ class OutputBuilder:
         if self._tokenizer is None or not sampling.detokenize:
             return ""
         detokenizer = answer_detokenizer(self._tokenizer, sampling)
-        return detokenizer.push(spoken_ids(request, token_ids)) + detokenizer.finish()
+        return detokenizer.push(visible_ids(request, token_ids)) + detokenizer.finish()
 
     def read_logprobs(self, entry: TokenLogprobs, num_named: int = 0) -> dict[int, Logprob]:
-        """The chosen token first, then the most likely ones with their ranks, then the last `num_named` without."""
+        """Return the logprobs of one position by token id: the chosen token, then the most likely ones with their
+        ranks, then the last `num_named`, which were requested by id, without ranks."""
         return self._read_line(entry.token_ids.tolist(), entry.logprobs.tolist(), entry.rank, num_named)
 
     def _read_line(
@@ -298,7 +304,7 @@ class OutputBuilder:
 
 
 def beam_output(output: RequestOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-    """`output` is that of a request with beams. Without a tokenizer texts are empty."""
+    """Convert the output of a request with beams. Without a tokenizer, texts are empty."""
     sequences = [_sequence(output, one, tokenizer) for one in output.outputs]
     return BeamSearchOutput(sequences, output.request_id, output.prompt_token_ids)
 

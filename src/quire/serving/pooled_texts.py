@@ -1,4 +1,4 @@
-"""Texts and pairs of texts as token ids, checked for a model that makes embeddings or classifies."""
+"""Tokenizes texts and pairs of texts, and checks them, for a model that embeds or classifies."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quire.types.pooling import PoolingParams, PoolingWork
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
 
-MOST_TEXTS = 64  # of one turn
-NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # of requests that are pooled
+MOST_TEXTS = 64  # of one engine request
+NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # the sampling of pooling requests
 Rows = npt.NDArray[np.floating]  # [texts, size]
 
 
@@ -28,7 +28,7 @@ class TextTooLong(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class PooledText:
-    """The tokens of a text, or of a pair of texts, whose first has `first_part` of them."""
+    """The tokens of a text or of a pair of texts. Of a pair, the first `first_part` tokens are the first text."""
 
     token_ids: list[int]
     first_part: int | None = None
@@ -37,7 +37,7 @@ class PooledText:
 
 @dataclass(frozen=True, slots=True)
 class TextReader:
-    """Tokenizes what a model is asked for. `advice` says how a text that is too long can be cut."""
+    """Tokenizes and checks the texts of a request. `advice` is the hint in errors about how to truncate a long text."""
 
     model: PoolingModel
     tokenizer: Tokenizer | None
@@ -47,8 +47,8 @@ class TextReader:
     def read(
         self, prompts: Sequence[Prompt], where: str, truncate: int | None = None, *, add_special_tokens: bool = True
     ) -> list[PooledText]:
-        """The tokens of each prompt. Raises InvalidRequest. `truncate`: how many are kept of a longer text, -1: as many
-        as the model takes."""
+        """Return the tokens of each prompt. `truncate` is how many tokens of a longer text are kept; -1: as many as the
+        model takes; None: it is refused. Raises InvalidRequest."""
         most = self.read_truncate(truncate)
         texts = self._lowered([prompt.text or "" for prompt in prompts if prompt.token_ids is None], where)
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens) if self.tokenizer and texts else []
@@ -67,9 +67,9 @@ class TextReader:
     def pairs(
         self, firsts: Sequence[str], seconds: Sequence[str], where: str, truncate: int | None = None
     ) -> list[PooledText]:
-        """The tokens of each pair, as the model's tokenizer joins two texts, or in the prompt of a decoder that answers
-        yes or no. The longer text is cut first, or the end of a prompt's document. Raises InvalidRequest at the first
-        pair that cannot be taken: those after it are never joined."""
+        """Return the tokens of each pair, joined by the model's tokenizer, or in the prompt of a decoder that answers
+        yes or no. Truncation shortens the longer text, or the end of the document in a prompt. Raises InvalidRequest at
+        the first pair that is refused; later pairs are not tokenized."""
         most = self.read_truncate(truncate)
         texts = self._lowered([*firsts, *seconds], where)
         assert self.tokenizer is not None
@@ -99,7 +99,7 @@ class TextReader:
             yield [*before, *inner[:room], *after], len(before)
 
     def work(self, texts: Sequence[PooledText], params: PoolingParams) -> PoolingWork:
-        """What an engine is asked for of texts that are computed together."""
+        """Return the pooling work of one engine request that computes these texts together."""
         lengths = tuple(len(text.token_ids) for text in texts)
         firsts: tuple[int, ...] = ()
         if any(text.first_part is not None for text in texts):
@@ -110,7 +110,7 @@ class TextReader:
         return PoolingWork(params, lengths, firsts, self.model.settings.pooling.kind, self._answers())
 
     def _answers(self) -> tuple[int, ...]:
-        """The tokens for no and yes. Raises InvalidRequest for a word that is no token."""
+        """Return the token ids of the answers no and yes. Raises InvalidRequest for a word that is not one token."""
         found: list[int] = []
         for answer in self.model.settings.answers or ():
             if not isinstance(answer, str):
@@ -126,7 +126,8 @@ class TextReader:
         return tuple(found)
 
     def check_params(self, params: PoolingParams, activation: str = "activate") -> None:
-        """Raise InvalidRequest for what says nothing to this model. `activation`: the caller's name of `activate`."""
+        """Raise InvalidRequest for parameters that do not apply to this model. Errors call `activate` by the name
+        `activation`."""
         self.check_dimensions(params.dimensions)
         if self.model.task == "classify" and params.normalize:
             raise InvalidRequest("normalize", "is for embeddings, and this model classifies", "leave it out")
@@ -141,14 +142,14 @@ class TextReader:
         if model.task != "embed":
             raise InvalidRequest("dimensions", "is for embeddings, and this model classifies", "leave it out")
         if allowed is None and dimensions != model.size:
-            reason = f"cannot be chosen: the embeddings of this model have {model.size} numbers and are not nested"
+            reason = f"cannot be chosen: the embeddings of this model have {model.size} values and cannot be shortened"
             raise InvalidRequest("dimensions", reason, "leave it out, or use a matryoshka model")
         if dimensions > model.size or (allowed and dimensions not in allowed):
             known = f"one of {', '.join(map(str, allowed))}" if allowed else f"in [1, {model.size}]"
             raise InvalidRequest("dimensions", f"must be {known}, got {dimensions}")
 
     def read_truncate(self, given: int | None) -> int | None:
-        """How many tokens of a longer text are kept; None: it is refused."""
+        """Return how many tokens of a longer text are kept, or None if it is refused. Raises InvalidRequest."""
         most = self.model.max_model_len
         if given is None:
             return None
@@ -171,7 +172,7 @@ class TextReader:
 
 
 def check_tokens(model: PoolingModel, ids: Sequence[int], where: str, advice: str = "") -> None:
-    """Raise InvalidRequest for tokens that the model cannot take."""
+    """Raise InvalidRequest for tokens that the model cannot take, TextTooLong for too many."""
     most, vocab_size = model.max_model_len, model.vocab_size
     if not ids:
         raise InvalidRequest(where, "has no tokens", "pass a text, or token ids")
@@ -186,7 +187,7 @@ def check_tokens(model: PoolingModel, ids: Sequence[int], where: str, advice: st
 
 
 def _check_room(most: int, num_around: int) -> None:
-    """Raise InvalidRequest where a prompt of `most` tokens would hold nothing of its document: every score would be the
+    """Raise InvalidRequest if a prompt of `most` tokens leaves no room for a document: every score would be the
     same."""
     if most <= num_around:
         reason = f"leaves no room for a document: the prompt around it has {num_around} tokens"
@@ -194,18 +195,18 @@ def _check_room(most: int, num_around: int) -> None:
 
 
 def check_total(where: str, num_tokens: int, limit: int | None) -> None:
-    """Raise InvalidRequest for more tokens than the texts of one request may have together."""
+    """Raise InvalidRequest if the texts of one request have more tokens than allowed."""
     if limit is not None and num_tokens > limit:
         raise InvalidRequest(where, f"has more than {limit} tokens in all", "send fewer texts at once")
 
 
 def check_work(model: PoolingModel, request: Submit) -> None:
-    """Raise InvalidRequest for what an engine with this model cannot compute."""
+    """Raise InvalidRequest for a request that an engine with this model cannot compute."""
     work, ids = request.pooling, request.prompt_token_ids
     if work is None:
         raise InvalidRequest("model", "makes embeddings or classifies, and generates no text", "use another endpoint")
     if sum(work.lengths) != len(ids) or len(work.first_parts) not in (0, len(work.lengths)):
-        raise InvalidRequest("input", "has other tokens than its lengths say", "report this")
+        raise InvalidRequest("input", "does not have as many tokens as its lengths add up to", "report this")
     start = 0
     for place, length in enumerate(work.lengths):
         check_tokens(model, ids[start : start + length], f"input[{place}]")
@@ -213,7 +214,8 @@ def check_work(model: PoolingModel, request: Submit) -> None:
 
 
 def cut_up(texts: Sequence[PooledText], model: PoolingModel) -> list[list[PooledText]]:
-    """Texts that are computed together, in order: as many as make a turn of one request."""
+    """Split the texts of one request into parts, each computed as one engine request: at most `turn_tokens` tokens of
+    the model and MOST_TEXTS texts. The order is kept."""
     parts: list[list[PooledText]] = []
     room = 0
     for text in texts:
@@ -227,7 +229,7 @@ def cut_up(texts: Sequence[PooledText], model: PoolingModel) -> list[list[Pooled
 
 
 def check_task(model: PoolingModel, *, classifies: bool) -> None:
-    """Raise InvalidRequest unless the model does what is asked of it."""
+    """Raise InvalidRequest unless the model classifies (`classifies` is true) or embeds (it is false)."""
     if classifies and model.task != "classify":
         raise InvalidRequest("model", "makes embeddings and has no labels", "use embed, or a classifier")
     if not classifies and model.task != "embed":
@@ -235,14 +237,15 @@ def check_task(model: PoolingModel, *, classifies: bool) -> None:
 
 
 def check_scores(model: PoolingModel) -> None:
-    """Raise InvalidRequest for a model that gives pairs of texts no score."""
+    """Raise InvalidRequest for a model that cannot score pairs of texts."""
     if model.task == "classify" and model.size != 1:
-        reason = f"is a classifier with {model.size} labels, and a score is one number"
+        reason = f"is a classifier with {model.size} labels, and a score needs one label"
         raise InvalidRequest("model", reason, "use classify, or a cross-encoder with one label")
 
 
 def pair_up(first: Sequence[str], second: Sequence[str], where: str = "text_1") -> list[str]:
-    """The first texts, one for each of the second. One text is compared with all. Raises InvalidRequest."""
+    """Return one of the first texts for each of the second texts. A single first text is repeated. Raises
+    InvalidRequest."""
     if len(first) == 1:
         return list(first) * len(second)
     if len(first) != len(second):
@@ -252,7 +255,7 @@ def pair_up(first: Sequence[str], second: Sequence[str], where: str = "text_1") 
 
 
 def cosines(first: Rows, second: Rows) -> list[float]:
-    """The cosine of each pair of vectors; 0 where one has no length."""
+    """Return the cosine of each pair of vectors; 0 if one has length 0."""
     lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     products = (np.asarray(first, np.float64) * second).sum(axis=1)
     found: list[float] = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0).tolist()

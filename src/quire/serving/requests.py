@@ -1,4 +1,4 @@
-"""From prompts in any of their forms to requests the engine takes: tokenized, with words resolved to token ids."""
+"""Reads prompts in all their forms and makes engine requests: tokenized, with bad words and grammars resolved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; `prompt` is the text that outputs show for it."""
+    """A prompt as token ids. `prompt` is the text that outputs show for it."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
@@ -48,18 +48,18 @@ _Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Text still to be tokenized, or token ids as they are."""
+    """A prompt: text that is still to be tokenized, or token ids."""
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     cache_salt: str = ""
     images: tuple[PromptImage, ...] = ()  # one for each placeholder, in order
-    pictures: tuple[object, ...] = ()  # the same as PIL images, before they are prepared
+    pictures: tuple[object, ...] = ()  # the same as PIL images, not yet preprocessed
 
 
 def read_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
-    """Read one prompt, or any iterable of them, generators too. A bare list of whole numbers is one prompt of token
-    ids. Arrays and tensors count as the lists that they hold."""
+    """Read one prompt, or an iterable of them (generators too). A flat list of integers is one prompt of token ids.
+    Arrays and tensors are converted to lists. Raises InvalidRequest."""
     prompts = _as_list(prompts)
     if _is_one_prompt(prompts):
         return [_read_prompt(prompts, "prompts")]
@@ -69,7 +69,7 @@ def read_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
 
 
 def read_one_prompt(prompt: PromptLike) -> Prompt:
-    """Read what must be one prompt. Raises InvalidRequest."""
+    """Read exactly one prompt. Raises InvalidRequest."""
     read = read_prompts(prompt)
     if len(read) != 1:
         raise InvalidRequest("prompt", f"are {len(read)} prompts", "pass one at a time")
@@ -77,24 +77,24 @@ def read_one_prompt(prompt: PromptLike) -> Prompt:
 
 
 def refuse_salts(prompts: Sequence[Prompt]) -> None:
-    """Raise InvalidRequest for a prompt with a salt where nothing is cached."""
+    """Raise InvalidRequest if a prompt has a cache salt. Called for models without a prefix cache."""
     for i, prompt in enumerate(prompts):
         if prompt.cache_salt:
             where = "prompts" if len(prompts) == 1 else f"prompts[{i}]"
-            reason = f"of {where} means nothing to an encoder, which caches nothing"
+            reason = f"of {where} has no effect: an encoder has no prefix cache"
             raise InvalidRequest("cache_salt", reason, "leave it out")
 
 
 def pair_sampling(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int, default: SamplingParams | None = None
 ) -> Sequence[SamplingParams]:
-    """One SamplingParams per prompt; `default` for all where none are given."""
+    """Return one SamplingParams for each prompt; `default` for all if None are given. Raises InvalidRequest."""
     chosen = (default or SamplingParams()) if params is None else params
     return _pair("sampling_params", SamplingParams, chosen, num_prompts)
 
 
 def check_priorities(priority: object, num_prompts: int) -> None:
-    """Raise InvalidRequest for what is not one priority per prompt; None: all have the same."""
+    """Raise InvalidRequest unless there is one priority for each prompt. None means equal priorities."""
     if priority is None:
         return
     if not isinstance(priority, Sequence) or isinstance(priority, str):
@@ -104,7 +104,7 @@ def check_priorities(priority: object, num_prompts: int) -> None:
 
 
 def pair_beams(params: BeamSearchParams | Sequence[BeamSearchParams], num_prompts: int) -> Sequence[BeamSearchParams]:
-    """One BeamSearchParams per prompt."""
+    """Return one BeamSearchParams for each prompt. Raises InvalidRequest."""
     return _pair("params", BeamSearchParams, params, num_prompts)
 
 
@@ -124,14 +124,14 @@ def _pair(name: str, kind: type[_Params], params: _Params | Sequence[_Params], n
 
 
 def is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
-    """Whether it is a list of messages and no prompt: its first item says whose words it is."""
+    """Whether the value is a list of messages rather than a prompt: its first item has a role."""
     if not isinstance(prompt, Sequence) or not prompt:
         return False
     return isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
 def read_conversations(given: Iterable[Message] | Iterable[Sequence[Message]]) -> list[list[Message]]:
-    """One conversation or several, from any iterable."""
+    """Read one conversation or several, from any iterable. Raises InvalidRequest."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise InvalidRequest("messages", "must be a list of messages", 'pass [{"role": "user", "content": "..."}]')
     messages = list(given)
@@ -154,7 +154,7 @@ def _is_one_prompt(prompts: object) -> bool:
 
 
 def _as_list(given: Any) -> Any:
-    """Return the list that an array of numpy or a tensor holds; anything else as it is."""
+    """Convert a numpy array or a tensor to a list. Return anything else unchanged."""
     return given.tolist() if hasattr(given, "tolist") and not isinstance(given, memoryview) else given
 
 
@@ -192,7 +192,7 @@ def _read_mapping(prompt: Mapping[object, object], where: str) -> Prompt:
 
 
 def _read_pictures(data: object, where: str) -> tuple[object, ...]:
-    """The images of a prompt, as vLLM takes them."""
+    """Return the PIL images of a prompt's `multi_modal_data`, in vLLM's format. Raises InvalidRequest."""
     if data is None:
         return ()
     if not isinstance(data, Mapping):
@@ -210,7 +210,7 @@ def _text_or_none(text: object) -> str | None:
 
 def _read_ids(ids: Sequence[object], where: str) -> tuple[int, ...]:
     tokens = tuple(ids)
-    if set(map(type, tokens)) <= {int}:  # nearly always, and faster than the loop, which knows kinds of int too
+    if set(map(type, tokens)) <= {int}:  # nearly always true, and faster than the loop
         return tokens  # type: ignore[return-value]
     read = []
     for token in tokens:
@@ -221,20 +221,21 @@ def _read_ids(ids: Sequence[object], where: str) -> tuple[int, ...]:
 
 
 class RequestMaker:
-    """Numbers and tokenizes requests. Without a tokenizer only token ids are taken and nothing may need text.
+    """Tokenizes prompts and makes numbered requests. Without a tokenizer, prompts must be token ids and sampling must
+    not need text.
 
-    Structured outputs go through the checker; without one they are refused, unless they were checked before.
+    The checker checks structured outputs. Without a checker they are refused, unless the caller has them checked.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, model_eos_ids: tuple[int, ...], checker: GrammarChecker | None = None
     ) -> None:
         self._tokenizer, self._checker = tokenizer, checker
-        self.images: ImageReader | None = None  # set where the model takes images
+        self.images: ImageReader | None = None  # set by the loader if the model takes images
         own = () if tokenizer is None else tokenizer.eos_ids
         self._eos_ids = tuple(dict.fromkeys((*own, *model_eos_ids)))
         self._numbers = itertools.count()
-        self._plain_rules = {  # by ignore_eos: the rules of requests that have no words of their own
+        self._plain_rules = {  # by ignore_eos: the rules of requests without stop tokens, bad words or grammar
             False: TokenRules(end_ids=self._eos_ids, eos_ids=self._eos_ids),
             True: TokenRules(),
         }
@@ -247,7 +248,7 @@ class RequestMaker:
         add_special_tokens: bool = True,
         priorities: Sequence[int] | None = None,
     ) -> list[Submit]:
-        """One request per prompt, in order. Raises InvalidRequest naming the prompt at fault."""
+        """Return one request for each prompt, in order. Raises InvalidRequest that names the refused prompt."""
         if priorities is not None and len(priorities) != len(prompts):
             raise InvalidRequest("priority", f"has {len(priorities)} entries for {len(prompts)} prompts")
         token_ids = self.tokenize(prompts, add_special_tokens)
@@ -257,13 +258,13 @@ class RequestMaker:
         return requests
 
     def _with_images(self, request: Submit, prompt: Prompt) -> Submit:
-        """The request with placeholders for all tokens of its prompt's images, and these."""
+        """Return the request with its images, and with one placeholder token for each image token."""
         if not prompt.images and not prompt.pictures:
             return request
         if self.images is None:
             fix = "leave multi_modal_data out, or load a model with vision"
             raise InvalidRequest("multi_modal_data", "this model takes text only", fix)
-        from quire.serving.vision.image_reader import place_images  # needless where there are no images
+        from quire.serving.vision.image_reader import place_images  # imported late: only for prompts with images
 
         pictures = (self.images.prepare("multi_modal_data.image", picture) for picture in prompt.pictures)
         token_id, images = self.images.limits.grid.token_id, (*prompt.images, *pictures)
@@ -286,7 +287,7 @@ class RequestMaker:
         ]
 
     def tokenize(self, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[tuple[int, ...]]:
-        """The token ids of every prompt; ids that were given stay as they are."""
+        """Return the token ids of every prompt. Prompts that are token ids are returned unchanged."""
         texts = [prompt.text for prompt in prompts if prompt.token_ids is None and prompt.text is not None]
         if texts and self._tokenizer is None:
             raise InvalidRequest("prompts", "are text, but there is no tokenizer", "pass token ids")
@@ -294,10 +295,10 @@ class RequestMaker:
         return [tuple(next(encoded)) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
 
     def rules(self, params: SamplingParams, *, check: bool = True) -> TokenRules:
-        """Return what a request's words mean in this vocabulary.
+        """Return the token rules of a request: its stop tokens, bad words and grammar as token ids of this vocabulary.
 
-        With `check`, its structured outputs are checked now, which may take a second. Without, the caller has them
-        checked and adds the grammar.
+        With `check`, its structured outputs are checked here, which may take a second. Without, the caller checks them
+        and adds the grammar. Raises InvalidRequest.
         """
         if not (params.bad_words or params.stop_token_ids or params.ends_by_text or params.structure):
             return self._plain_rules[params.ignore_eos]

@@ -1,4 +1,4 @@
-"""The user's terminal while a call runs: a progress line on stderr, and Ctrl-C that waits for the end of a step."""
+"""What a call does with the user's terminal: a progress line on stderr, and Ctrl-C that waits for the end of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BAR_WIDTH = 20
 
 
 class ProgressLine:
-    """A bar with a count and a free note. `shown=None` draws only on a terminal."""
+    """A progress bar with a count and a note. `shown=None` draws it only on a terminal."""
 
     def __init__(self, label: str, total: int, *, shown: bool | None = None, stream: TextIO | None = None) -> None:
         self._label, self._total = label, total
@@ -36,7 +36,7 @@ class ProgressLine:
             self._stream.flush()
 
     def update(self, done: int, note: str = "") -> None:
-        """Set the count; redraws when the last drawing is old enough."""
+        """Set the count and the note. Redraws at most every 0.1 s, and when `done` reaches the total."""
         if not self.shown:
             return
         self._done, self._note = done, note
@@ -55,7 +55,7 @@ class ProgressLine:
 
 
 class LoadingProgress:
-    """The callback a loader reports to: (what, done, total). Starts a new line for each `what`."""
+    """The progress callback of a loader, called with (what, done, total). Draws one line for each `what`."""
 
     def __init__(self, *, shown: bool | None = None) -> None:
         self._shown = shown
@@ -73,9 +73,9 @@ class LoadingProgress:
 
 
 class DeferredInterrupt:
-    """While entered, the first Ctrl-C is only noted and `check()` raises it; a second one is raised at once.
+    """While entered, the first Ctrl-C is noted and raised by `check()`; a second one is raised at once.
 
-    Does nothing outside the main thread, or where the program has its own SIGINT handler.
+    Does nothing outside the main thread, or if the program has its own SIGINT handler.
     """
 
     def __init__(self) -> None:
@@ -97,6 +97,7 @@ class DeferredInterrupt:
             self._installed = False
 
     def check(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was noted."""
         if self._pending:
             self._pending = False
             raise KeyboardInterrupt

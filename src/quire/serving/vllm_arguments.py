@@ -1,8 +1,9 @@
-"""The arguments of vLLM's LLM and EngineArgs that Quire has under another name, has no use for, or does not have.
+"""The arguments of vLLM's LLM and EngineArgs that have another name in Quire, have no effect here, or are not
+supported.
 
-A script written for vLLM passes many arguments by habit. A value that asks for nothing is accepted, a value that only
-tunes machinery which Quire does not have is accepted with a warning, and a value that would change what is computed is
-refused with what to use instead.
+Scripts written for vLLM pass many arguments by habit. A neutral value, which requests nothing, is accepted. A value
+that only tunes something that Quire does not have is accepted with a warning. A value that would change what is
+computed is refused, and the error names an alternative.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ REVISIONS = {"revision": "model", "tokenizer_revision": "tokenizer"}  # a revisi
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """An argument of vLLM that Quire does not read. `neutral`: the values that ask for nothing.
+    """An argument of vLLM that Quire does not use. `neutral` are the values that are accepted silently.
 
-    Any other value is refused, with `advice` as the fix, unless the argument `only_tunes`: then it is a warning.
+    Any other value is refused with `advice` as the fix, or, if the argument `only_tunes`, accepted with a warning.
     """
 
     neutral: tuple[object, ...] = (None,)
@@ -54,12 +55,13 @@ class NoEffect:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is on or off, so that a flag of its name takes no value."""
+        """Whether its value is a bool, so that a command line flag of this name takes no value."""
         given = [value for value in self.neutral if value is not None]
         return bool(given) and all(isinstance(value, bool) for value in given)
 
     def check(self, name: str, value: object) -> str | None:
-        """Return a warning about a value without effect, or None. Raises ConfigError for one that cannot be kept."""
+        """Return a warning for a value without effect, or None for a neutral one. Raises ConfigError for a refused
+        value."""
         if any(value is known or (type(value) is type(known) and value == known) for known in self.neutral):
             return None
         if self.only_tunes:
@@ -77,7 +79,8 @@ OFF = (None, False)
 
 
 def tuning(advice: str, *neutral: object) -> NoEffect:
-    """An argument that only tunes machinery which Quire does not have. None and `neutral` ask for nothing."""
+    """Return a NoEffect for an argument that only tunes something that Quire does not have. None and `neutral` are
+    accepted silently, other values with a warning."""
     return NoEffect((None, *neutral), advice, only_tunes=True)
 
 
@@ -90,7 +93,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "prefill_context_parallel_size": NoEffect((None, 1), _NO_CONTEXT),
     "nnodes": NoEffect((None, 1), _BY_RAY),
     "node_rank": NoEffect((None, 0), _BY_RAY),
-    "enable_eplb": NoEffect(OFF, "experts stay where they were loaded; leave it out"),
+    "enable_eplb": NoEffect(OFF, "experts are not moved between ranks; leave it out"),
     "disable_custom_all_reduce": tuning("ranks reduce by NCCL or Gloo", False, True),
     "max_parallel_loading_workers": tuning("weights are read by all cores"),
     "ray_workers_use_nsight": NoEffect(OFF, "leave it out"),
@@ -130,11 +133,11 @@ NO_EFFECT: dict[str, NoEffect] = {
     "long_prefill_token_threshold": tuning("use max_num_batched_tokens", 0),
     "num_lookahead_slots": tuning("use speculative_config", 0),
     "prefix_caching_hash_algo": tuning("the prefix cache compares tokens, not hashes", "sha256", "builtin"),
-    "disable_sliding_window": NoEffect(OFF, "windows are always obeyed; leave it out"),
-    "disable_hybrid_kv_cache_manager": tuning("layers with a window free what has left it", False),
+    "disable_sliding_window": NoEffect(OFF, "sliding windows are always applied; leave it out"),
+    "disable_hybrid_kv_cache_manager": tuning("blocks that have left the sliding window are always freed", False),
     "disable_cascade_attn": tuning("shared prefixes are read once where that is faster", False),
     "calculate_kv_scales": NoEffect(
-        OFF, "every head of every token has a scale of its own, computed as it is written; leave it out"
+        OFF, "there is one scale per head and token, computed when the cache is written; leave it out"
     ),
     "kv_transfer_config": NoEffect((None,), "use kv_role and kv_transport"),
     "kv_events_config": NoEffect((None,), "leave it out"),
@@ -177,7 +180,7 @@ NO_EFFECT: dict[str, NoEffect] = {
 }
 
 
-_TASKS: dict[str, dict[object, Task]] = {  # by argument: what each value asks for
+_TASKS: dict[str, dict[object, Task]] = {  # by argument: the task that each value selects
     "task": {**{task: task for task in TASKS}, "embedding": "embed", None: "auto"},
     "runner": {None: "auto", "auto": "auto", "generate": "generate", "pooling": "pooling"},
     "convert": {None: "auto", "auto": "auto", "none": "auto", "embed": "embed", "classify": "classify"},
@@ -185,8 +188,8 @@ _TASKS: dict[str, dict[object, Task]] = {  # by argument: what each value asks f
 
 
 def take_task(given: Mapping[str, Any]) -> tuple[dict[str, Any], str, Task]:
-    """Split the arguments of `LLM` into those that say nothing of its task, and the task with the name of the argument
-    that asks for it. Raises ConfigError for an unknown value, and where two of them ask for different tasks."""
+    """Return the arguments of `LLM` that do not select the task, the name of the argument that selects it, and the
+    task. Raises ConfigError for an unknown value, or if two arguments select different tasks."""
     name, task = "task", TASKS[0]
     for one, known in _TASKS.items():
         value = given.get(one)
@@ -203,7 +206,7 @@ def take_task(given: Mapping[str, Any]) -> tuple[dict[str, Any], str, Task]:
 
 
 def check_encoder(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument of `LLM` that only models which generate text know."""
+    """Raise ConfigError for an argument of `LLM` that an encoder does not have."""
     for name, neutral in (("generation_config", (None, "auto")), ("override_generation_config", (None, {}))):
         if given.get(name) not in neutral:
             reason = "is for models that generate text, and this one is an encoder"
@@ -211,7 +214,7 @@ def check_encoder(given: Mapping[str, Any]) -> None:
 
 
 class CallArguments(TypedDict, total=False):
-    """Arguments of vLLM's `generate` and `chat`. All but `lora_request` ask for nothing here."""
+    """Other arguments of vLLM's `generate` and `chat`. Only `lora_request` has an effect."""
 
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None
     prompt_adapter_request: object
@@ -230,10 +233,10 @@ _IN_CALLS: dict[str, NoEffect] = {
 
 
 def check_call(others: Mapping[str, object]) -> None:
-    """Raise InvalidRequest for an argument of `generate` or `chat` that is unknown or cannot be kept."""
+    """Raise InvalidRequest for an argument of `generate` or `chat` that is unknown or has an unsupported value."""
     for name, value in others.items():
         if name not in _IN_CALLS:
-            raise InvalidRequest(name, "is not an argument of this call", f"known besides: {', '.join(_IN_CALLS)}")
+            raise InvalidRequest(name, "is not an argument of this call", f"other arguments are {', '.join(_IN_CALLS)}")
         try:
             _IN_CALLS[name].check(name, value)
         except ConfigError as error:
@@ -241,9 +244,9 @@ def check_call(others: Mapping[str, object]) -> None:
 
 
 def translate_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments in Quire's own names, without those that ask for nothing.
+    """Return the arguments under Quire's names, without those that have no effect.
 
-    Raises ConfigError for an argument that is unknown or cannot be kept.
+    Raises ConfigError for an argument that is unknown or has an unsupported value.
     """
     known = {item.name for item in fields(EngineArguments)} | set(OWN_ARGUMENTS)
     own: dict[str, Any] = {}

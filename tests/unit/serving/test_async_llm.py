@@ -227,7 +227,7 @@ def test_a_request_id_that_is_live_is_refused_and_can_be_used_again(make_async: 
         while not llm.executor.num_launched:  # type: ignore[attr-defined]
             await asyncio.sleep(0.001)
         second = asyncio.create_task(outputs_of(llm.generate("q", FINAL, "same")))
-        while not llm._engine._orders:
+        while not llm._engine._calls:
             await asyncio.sleep(0.001)
         gate.set()
         with pytest.raises(InvalidRequest, match="^request_id: 'same' is in use"):

@@ -178,7 +178,9 @@ def test_an_encoder_without_labels_refuses_to_classify(folder: Path, setting: st
 
 
 def test_a_salt_means_nothing_where_nothing_is_cached(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match=r"cache_salt: of prompts\[1\] means nothing to an encoder"):
+    with pytest.raises(
+        InvalidRequest, match=r"cache_salt: of prompts\[1\] has no effect: an encoder has no prefix cache"
+    ):
         llm.embed(["cat", {"prompt": "sat", "cache_salt": "mine"}])
 
 

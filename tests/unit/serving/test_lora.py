@@ -234,10 +234,10 @@ def test_a_folder_below_the_operators_is_found(root: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("", "is no path"),
-        ("a\0b", "is no path"),
-        ("x" * 5_000, "is no path"),
-        ("sql\ud800", "is no path"),
+        ("", "is not the path"),
+        ("a\0b", "is not the path"),
+        ("x" * 5_000, "is not the path"),
+        ("sql\ud800", "is not the path"),
         (".", "is outside"),
         ("/", "is outside"),
         ("..", "is outside"),

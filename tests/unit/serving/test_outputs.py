@@ -8,7 +8,7 @@ import pytest
 from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.serving.dispatch.mailbox import Delta
 from quire.serving.dispatch.observer import RequestRecord
-from quire.serving.outputs import RequestFollower, own_fault
+from quire.serving.outputs import RequestFollower, request_fault
 from quire.types.output import Finished, SampleEnd
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
@@ -16,16 +16,16 @@ from tests.unit.serving.scripted import TOKENIZER, ids
 
 
 def test_a_request_that_asked_for_what_cannot_be_is_told_the_field_once() -> None:
-    fault = own_fault(Finished("r", (), error="structured_outputs: too costly", refused="structured_outputs"))
+    fault = request_fault(Finished("r", (), error="structured_outputs: too costly", refused="structured_outputs"))
     assert str(fault) == "structured_outputs: too costly"
 
 
 def test_a_reason_without_a_field_gets_it() -> None:
-    assert str(own_fault(Finished("r", (), error="too costly", refused="prompt"))) == "prompt: too costly"
+    assert str(request_fault(Finished("r", (), error="too costly", refused="prompt"))) == "prompt: too costly"
 
 
 def test_a_failure_of_the_engine_is_nobodys_fault() -> None:
-    assert own_fault(Finished("r", (), error="structured_outputs: looks like a field")) is None
+    assert request_fault(Finished("r", (), error="structured_outputs: looks like a field")) is None
 
 
 SAID = "one two STOP three"

@@ -101,7 +101,7 @@ def test_a_classifier_gives_the_probabilities_of_its_labels(tmp_path: Path, prob
         assert plain.outputs.data == found.outputs.probs
         with pytest.raises(InvalidRequest, match="pooling_task: 'embed' is not what this model does"):
             llm.encode("cat", pooling_task="embed")
-        with pytest.raises(InvalidRequest, match="a classifier with 3 labels, and a score is one number"):
+        with pytest.raises(InvalidRequest, match="a classifier with 3 labels, and a score needs one label"):
             llm.score("a", "b")
 
 
@@ -122,7 +122,7 @@ def test_an_encoder_scores_by_the_cosine_of_embeddings(tmp_path: Path) -> None:
 
 def test_embeddings_are_cut_only_where_the_model_says_so(tmp_path: Path) -> None:
     with save(tmp_path / "plain", hf_encoder("bert")) as llm:
-        with pytest.raises(InvalidRequest, match="dimensions: cannot be chosen: the embeddings .* have 64 numbers"):
+        with pytest.raises(InvalidRequest, match="dimensions: cannot be chosen: the embeddings .* have 64 values"):
             llm.embed("cat", pooling_params=PoolingParams(dimensions=8))
         (whole,) = llm.embed("cat", pooling_params=PoolingParams(dimensions=64))
         (raw,) = llm.embed("cat", pooling_params=PoolingParams(normalize=False))

@@ -1,4 +1,4 @@
-"""Sends jobs to a server and notes when bytes come back. Needs the `bench` extra (aiohttp)."""
+"""Sends requests to a server and records when bytes arrive. Needs the `bench` extra (aiohttp)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-LAG_SECONDS = 0.01  # how often the client looks at its own lag
+LAG_SECONDS = 0.01  # how often the client measures its own lag
 MAX_LAGS = 1_000_000
 MAX_ANSWER = 64 * 2**20  # bytes kept of one answer
-MAX_REASON = 2**16  # bytes read of a refusal
+MAX_REASON = 2**16  # bytes read of an error response
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and how to ask it."""
+    """A server, and the settings of the requests that are sent to it."""
 
     url: str
     model: str
     endpoint: Endpoint = "completions"
     api_key: str | None = None
-    ignore_eos: bool = True  # answers have the length that was asked for; not in OpenAI's API
+    ignore_eos: bool = True  # answers have exactly max_tokens tokens; not in OpenAI's API
     extra: dict[str, Any] = field(default_factory=dict)  # further fields of every request
     timeout: float = 600.0  # seconds for one request
 
     def body(self, job: Job) -> bytes:
-        """A request, encoded before the clock runs."""
+        """Return the encoded body of a request. Called before the measurement starts."""
         prompt: dict[str, Any] = {"prompt": list(job.prompt) if isinstance(job.prompt, tuple) else job.prompt}
         if self.endpoint == "chat":
             if not isinstance(job.prompt, str):
@@ -64,14 +64,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of one run: a recording per job, and how late the client's own loop was, in seconds."""
+    """The result of one run: a recording for each job, and how late the client's event loop was, in seconds."""
 
     recordings: list[Recording]
     lags: list[float]
 
 
 async def run_open(target: Target, jobs: Sequence[Job], *, on_end: Callable[[], None]) -> Run:
-    """Send every job at its arrival, whatever became of those before it."""
+    """Open loop: send every job at its arrival time, regardless of earlier ones."""
     bodies = [target.body(job) for job in jobs]
 
     async def send_all(session: ClientSession, start: float) -> list[Recording]:
@@ -87,7 +87,7 @@ async def run_open(target: Target, jobs: Sequence[Job], *, on_end: Callable[[], 
 
 
 async def run_closed(target: Target, jobs: Sequence[Job], concurrency: int, *, on_end: Callable[[], None]) -> Run:
-    """Keep `concurrency` requests running: the next is sent when one ends."""
+    """Closed loop: keep `concurrency` requests running; send the next one when one ends."""
     bodies = iter([target.body(job) for job in jobs])
 
     async def send_all(session: ClientSession, start: float) -> list[Recording]:  # noqa: ARG001
@@ -107,7 +107,7 @@ async def run_closed(target: Target, jobs: Sequence[Job], concurrency: int, *, o
 
 
 async def first_model(url: str, api_key: str | None) -> str:
-    """The first model the server lists. Raises QuireError if there is no server or no model."""
+    """Return the first model that the server lists. Raises QuireError if there is no server or no model."""
     from aiohttp import ClientError
 
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -161,7 +161,7 @@ async def _send(
 
 
 def _reason(body: bytes) -> str:
-    """What a refusal says, if it says it the way OpenAI does."""
+    """Return the message of an error response in OpenAI's format, or ""."""
     try:
         said = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -180,7 +180,7 @@ async def _record(response: ClientResponse, recording: Recording) -> None:
 
 
 async def _watch_lag(lags: deque[float]) -> None:
-    """Note how much later than asked for the loop wakes: what it delays every reading by."""
+    """Record how late the event loop wakes up: all recorded times may be late by as much."""
     while True:
         due = time.perf_counter() + LAG_SECONDS
         await asyncio.sleep(LAG_SECONDS)

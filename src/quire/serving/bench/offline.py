@@ -1,6 +1,6 @@
-"""`quire bench throughput` and `quire bench latency`: the engine alone, without a server.
+"""`quire bench throughput` and `quire bench latency`: measure the engine in this process, without a server.
 
-Nothing that is timed finds the run before it in the prefix cache.
+The prefix cache is emptied before each measurement.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def run_bench_latency(args: argparse.Namespace) -> int:
 
 
 def _times(llm: LLM, batches: list[list[str | tuple[int, ...]]], max_tokens: int) -> list[float]:
-    """Seconds for each batch but the first, which warms up."""
+    """Return the seconds for each batch except the first, which is the warm-up."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     clock: Callable[[], float] = time.perf_counter
     found = []
@@ -104,7 +104,7 @@ def _jobs(args: argparse.Namespace, llm: LLM) -> list[Job]:
 
 
 def _check_length(shape: RandomShape, llm: LLM) -> None:
-    """Raise ConfigError if the longest request does not fit: its answer would be shorter than what is timed."""
+    """Raise ConfigError if the longest request exceeds max_model_len: its answer would be shorter than expected."""
     longest, most = shape.prefix_len + shape.input_len + shape.output_len, llm.config.scheduler.max_model_len
     if longest > most:
         parts = f"{shape.input_len} of the prompt and {shape.output_len} of the answer"

@@ -1,4 +1,4 @@
-"""`quire bench serve`: a load on a running server, and what its clients would have felt."""
+"""`quire bench serve`: puts a load on a running server and measures the latencies of its clients."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
 
 
 def _runs(args: argparse.Namespace, jobs: list[Job]) -> list[tuple[str, list[Job]]]:
-    """Each run's label and its jobs with their arrivals."""
+    """Return the label of each run, and its jobs with arrival times."""
     if args.concurrency is not None:
         return [(f"{args.concurrency} at a time", jobs)]
     recorded = has_times(jobs)
@@ -105,7 +105,7 @@ def _run(runner: asyncio.Runner, target: Target, jobs: list[Job], concurrency: i
 
 
 def _warm_up(runner: asyncio.Runner, target: Target, jobs: list[Job], count: int) -> None:
-    """Requests that do not count, one after the other. Raises QuireError with the reason if one fails."""
+    """Send the first `count` jobs one after the other, without measuring them. Raises QuireError if one fails."""
     for job in jobs[:count]:
         (recording,) = runner.run(run_closed(target, [job], 1, on_end=lambda: None)).recordings
         error = read_recording(recording).error

@@ -1,4 +1,5 @@
-"""A small SVG: how the latencies of one or several runs are spread. No library, no script, light and dark."""
+"""Draws the cumulative distributions of the latencies of several runs as a small SVG, without a library or script, for
+light and dark mode."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ _STYLE = (
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One diagram: for each labelled run, the share of values up to x. Values are milliseconds."""
+    """One diagram: the cumulative distribution of each labelled run. Values are milliseconds."""
 
     title: str
     runs: tuple[tuple[str, tuple[float, ...]], ...]
 
 
 def draw(panels: Sequence[Panel], title: str) -> str:
-    """The panels in two columns, with one legend."""
+    """Return an SVG with the panels in two columns and one legend."""
     rows = math.ceil(len(panels) / 2)
     labels = list(dict.fromkeys(label for panel in panels for label, _ in panel.runs))
     height = 40 + rows * _HEIGHT + 24 + 18 * len(labels)
@@ -74,7 +75,7 @@ def _panel(panel: Panel, labels: Sequence[str]) -> str:
 
 
 def _cumulative(run: Sequence[float]) -> list[tuple[float, float]]:
-    """Values with the share of all that is not above them, thinned out to what can be seen."""
+    """Return values with the share of all values up to each, thinned out to at most 241 points."""
     ordered = sorted(run)
     places = sorted({round(i * (len(ordered) - 1) / _MAX_POINTS) for i in range(_MAX_POINTS + 1)})
     return [(ordered[place], (place + 1) / len(ordered)) for place in places] if ordered else []

@@ -1,4 +1,4 @@
-"""What a benchmark tells: lines on the terminal, JSON, a plot."""
+"""The output of a benchmark: a table on the terminal, JSON, or a plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROWS = (("ttft_ms", "time to first token"), ("tpot_ms", "time per output token"
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """One run as a table for people."""
+    """Return one run as a table for the terminal."""
     done = f"{summary['completed']} of {summary['requests']} requests in {summary['duration_s']:.1f} s"
     output, total = summary["output_tokens_per_s"], summary["total_tokens_per_s"]
     speed = (
@@ -44,7 +44,7 @@ def describe(summary: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, object]:
-    """Where a benchmark ran."""
+    """Return facts about the machine on which a benchmark runs."""
     return {
         "quire": __version__,
         "python": platform.python_version(),
@@ -58,7 +58,7 @@ def write_json(path: str, report: dict[str, Any]) -> None:
 
 
 def write_plot(path: str, title: str, runs: Sequence[tuple[str, Sequence[Timeline]]]) -> None:
-    """Four cumulative diagrams; a line for each run."""
+    """Write an SVG with four cumulative diagrams and a line for each run. Raises ConfigError."""
     good = [(label, [timeline for timeline in run if timeline.error is None]) for label, run in runs]
     panels = [
         Panel("time to first token, ms", _values(good, lambda one: [one.ttft])),

@@ -1,4 +1,4 @@
-"""From timelines to numbers: percentiles, throughput, goodput under objectives."""
+"""Computes percentiles, throughput, and goodput under objectives from timelines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ OBJECTIVES = ("ttft", "tpot", "itl", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A bound in milliseconds that a good request keeps; for `itl` its own 99th percentile keeps it."""
+    """A latency limit in milliseconds that a good request meets. For `itl`, the request's 99th percentile must meet
+    it."""
 
     name: str
     milliseconds: float
@@ -33,7 +34,7 @@ class Objective:
 
 
 def parse_objective(text: str) -> Objective:
-    """An objective written as NAME:MILLISECONDS, like vLLM's --goodput."""
+    """Parse an objective in the form NAME:MILLISECONDS, like vLLM's --goodput. Raises ConfigError."""
     name, _, value = text.replace("=", ":").partition(":")
     try:
         bound = float(value)
@@ -46,7 +47,7 @@ def parse_objective(text: str) -> Objective:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest values, as numpy does it."""
+    """Return a percentile, interpolated linearly between the two nearest values, like numpy."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * share / 100
     low = math.floor(place)
@@ -55,7 +56,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(timelines: Sequence[Timeline], objectives: Sequence[Objective], lags: Sequence[float]) -> dict[str, Any]:
-    """Everything a report says of one run. Latencies count only requests that succeeded; failures are counted."""
+    """Return the report of one run. Latencies include only requests that succeeded; failures are counted."""
     good = [timeline for timeline in timelines if timeline.error is None]
     failed = Counter(timeline.error for timeline in timelines if timeline.error is not None)
     start = min((timeline.sent_at for timeline in timelines), default=0.0)

@@ -1,4 +1,4 @@
-"""What was seen of one request: when its bytes came. Nothing is parsed while requests run."""
+"""What is recorded of one request: its bytes and when they arrived. They are parsed after the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(slots=True)
 class Recording:
-    """Bytes as they came, each with its moment. Kept raw, so that parsing never delays the next reading."""
+    """Raw bytes with their arrival times. They are parsed later, so that parsing does not delay the next
+    measurement."""
 
     planned_at: float
     sent_at: float = 0.0
@@ -20,12 +21,12 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One request, measured. Times are seconds; moments count from the start of the run."""
+    """The measurements of one request. All times are seconds on the client's monotonic clock."""
 
     planned_at: float
     sent_at: float
     ended_at: float
-    events: tuple[float, ...]  # moments at which tokens came
+    events: tuple[float, ...]  # times at which tokens arrived
     num_prompt_tokens: int
     num_output_tokens: int
     error: str | None = None
@@ -40,18 +41,18 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None for an answer of one token."""
+        """Seconds per output token after the first; None for an answer of one token or one event."""
         following = self.num_output_tokens - 1
         return (self.events[-1] - self.events[0]) / following if following > 0 and len(self.events) > 1 else None
 
     @property
     def gaps(self) -> list[float]:
-        """Times between events."""
+        """Seconds between events."""
         return [after - before for before, after in zip(self.events, self.events[1:], strict=False)]
 
 
 def read_recording(recording: Recording) -> Timeline:
-    """Parse what came. An answer without a token, or one that ended with an error event, is an error."""
+    """Parse a recording. An answer without tokens, with an error event, or without an end is an error."""
     events: list[float] = []
     usage: dict[str, Any] = {}
     error, rest, num_tokens, is_done = recording.error, b"", 0, False
@@ -90,7 +91,7 @@ def read_recording(recording: Recording) -> Timeline:
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
-    """Whether the event brings a token. One may be without text; a role or a finish reason alone is no token."""
+    """Whether the choice has a token, which may have empty text. A role or a finish reason alone is not a token."""
     is_last = choice.get("finish_reason") is not None
     if "delta" in choice:
         delta = choice["delta"] or {}

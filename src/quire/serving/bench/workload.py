@@ -1,4 +1,4 @@
-"""What a benchmark sends: prompts with the length of their answers, and when each arrives."""
+"""The workload of a benchmark: prompts, lengths of answers, and arrival times."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to send. A prompt is token ids or text; `arrival` is seconds after the start of the run."""
+    """One request to send. The prompt is token ids or text; `arrival` is seconds after the start of the run."""
 
     prompt: str | tuple[int, ...]
     max_tokens: int
     arrival: float = 0.0
-    unit_gap: float | None = None  # to the job before it, at one request a second
+    unit_gap: float | None = None  # seconds since the previous job, at a mean rate of one request per second
 
 
 @dataclass(frozen=True, slots=True)
 class RandomShape:
-    """Prompts of random tokens or words: their length and that of the answers, each up to `spread` shorter."""
+    """The lengths of random prompts and of their answers. Each length is up to the share `spread` shorter."""
 
     input_len: int = 256
     output_len: int = 64
-    spread: float = 0.0  # 0: all alike; 0.5: between half and all of the length
-    prefix_len: int = 0  # tokens at the start that all prompts share
+    spread: float = 0.0  # 0: equal lengths; 0.5: between half of the length and all of it
+    prefix_len: int = 0  # tokens that all prompts have in common at their start
     vocab_size: int = 32_000
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class RandomShape:
 
 
 def random_jobs(count: int, shape: RandomShape, seed: int, *, as_text: bool) -> list[Job]:
-    """`count` jobs that no server has seen. Token ids keep clear of the first hundred, which are often special."""
+    """Return `count` random jobs. Token ids below 100, which are often special tokens, are not used."""
     if not 1 <= count <= MAX_REQUESTS:
         raise ConfigError("num_prompts", f"must be in [1, {MAX_REQUESTS}], got {count}")
     rng = random.Random(seed)
@@ -76,7 +76,7 @@ def random_jobs(count: int, shape: RandomShape, seed: int, *, as_text: bool) -> 
 
 
 def read_jobs(path: str, default_max_tokens: int) -> list[Job]:
-    """Jobs from a file: a JSON list, JSON lines, CSV, or plain text with a prompt per line.
+    """Read jobs from a file: a JSON list, JSON lines, CSV, or plain text with a prompt per line. Raises ConfigError.
 
     Fields: `prompt` (text) or `prompt_ids` / `prompt_token_ids`; `max_tokens` or `output_len`; for replay `unit_gap` or
     `arrival` in seconds (also `arrival_time`, `timestamp`, `time`).
@@ -92,7 +92,7 @@ def read_jobs(path: str, default_max_tokens: int) -> list[Job]:
 
 
 def poisson(jobs: Sequence[Job], rate: float, seed: int) -> list[Job]:
-    """The jobs at random times, `rate` a second on average; all at once when it is infinite."""
+    """Return the jobs with random arrival times, `rate` per second on average; all at 0 if the rate is infinite."""
     rng, now = random.Random(seed), 0.0
     arrived = []
     for job in jobs:
@@ -102,7 +102,8 @@ def poisson(jobs: Sequence[Job], rate: float, seed: int) -> list[Job]:
 
 
 def replay(jobs: Sequence[Job], rate: float | None) -> list[Job]:
-    """The jobs at the times of their file: unit gaps divided by `rate`, or arrivals, stretched if a rate is given."""
+    """Return the jobs with the arrival times of their file: unit gaps divided by `rate`, or recorded arrivals,
+    stretched to `rate` if it is given."""
     if any(job.unit_gap is not None for job in jobs):
         now, arrived = 0.0, []
         for job in jobs:
@@ -141,7 +142,7 @@ def _rows(path: str, text: str) -> list[dict[str, Any]]:
         else:
             found = [{"prompt": line} for line in text.splitlines() if line.strip()]
     except (ValueError, csv.Error) as error:
-        raise ConfigError("workload", f"{path} is not what it looks like: {error}") from None
+        raise ConfigError("workload", f"{path} cannot be parsed: {error}") from None
     if not all(isinstance(row, dict) for row in found):
         raise ConfigError("workload", f"{path} must hold objects", "see `quire bench serve --help`")
     return found
@@ -162,5 +163,5 @@ def _job(path: str, number: int, row: dict[str, Any], default_max_tokens: int) -
     if not isinstance(chosen, str | tuple) or not chosen:
         raise ConfigError("workload", f"{path}, request {number} has no prompt", "give prompt or prompt_ids")
     if max_tokens < 1 or arrival < 0 or not math.isfinite(arrival) or (unit_gap or 0.0) < 0:
-        raise ConfigError("workload", f"{path}, request {number} has an impossible length or time")
+        raise ConfigError("workload", f"{path}, request {number} has an invalid length or time")
     return Job(chosen, max_tokens, arrival, unit_gap)

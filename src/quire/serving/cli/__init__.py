@@ -1,4 +1,4 @@
-"""The command line. Importing it is cheap: each command imports what it needs when it runs."""
+"""The command line. Importing it is fast: each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Errors become one line on stderr; `--debug` adds the traceback."""
+    """Run one command and return its exit code. Errors are printed as one line on stderr; `--debug` adds the
+    traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with _engine_ahead(words) as engine:
@@ -30,15 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _engine_ahead(words: Sequence[str]) -> Iterator[Spawned | None]:
-    """Start the engine process of a server before the flags are read: importing torch is the longest part of a start.
-    It is killed with this context, also where a flag is wrong."""
+    """Start the engine process of `quire serve` before the flags are parsed, because importing torch is the longest
+    part of the start. It is killed when the context ends, also if a flag is wrong."""
     is_server = words[:1] == ["serve"] and not {"-h", "--help"} & set(words)
-    if not is_server or any(word.startswith("--replicas") for word in words):  # which have supervisors of their own
+    if not is_server or any(word.startswith("--replicas") for word in words):  # replicas have their own supervisors
         yield None
         return
     with ExitStack() as stack:
         engine = None
-        with suppress(OSError):  # the supervisor tries again, and says what is wrong
+        with suppress(OSError):  # the supervisor tries again and reports the error
             engine = stack.enter_context(spawned_engine())
         yield engine
 
@@ -47,9 +48,9 @@ def _run(args: argparse.Namespace, engine: Spawned | None) -> int:
     try:
         return _command(args, engine)(args)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nothing to flush to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the final flush does not fail
         return FAILURE
-    except Exception as error:  # noqa: BLE001 - the last line of defence
+    except Exception as error:  # noqa: BLE001 - every error becomes one line
         if args.debug:
             traceback.print_exc()
         print(f"quire: error: {_one_line(error)}", file=sys.stderr)
@@ -81,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         **examples(
             {
                 "quire serve": "an OpenAI-compatible server and a playground on http://127.0.0.1:8000",
-                "quire chat": "a conversation in the terminal",
-                "quire COMMAND --help": "the flags of a command, with examples",
+                "quire chat": "chat with the default model in the terminal",
+                "quire COMMAND --help": "explain the flags of a command, with examples",
             }
         ),
     )

@@ -1,4 +1,5 @@
-"""What the commands that generate share: who answers, and writing an answer as it comes."""
+"""Shared by `quire chat` and `quire complete`: the model that answers, here or at a server, and writing its answer to
+stdout."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Message: TypeAlias = dict[str, object]
 
 
 class Piece(NamedTuple):
-    """Text that came, and how many tokens are known to have come with it."""
+    """A piece of an answer, and the number of its tokens as far as known."""
 
     text: str
     num_tokens: int
@@ -29,18 +30,18 @@ Pieces: TypeAlias = Generator[Piece, None, None]
 
 
 class Answerer(Protocol):
-    """A model that answers: loaded here, or behind a server. Closing an iterator early ends its request."""
+    """A model that answers, loaded here or behind a server. Closing an iterator early aborts its request."""
 
     def chat(self, messages: Sequence[Message]) -> Pieces: ...
 
     def complete(self, prompt: str) -> Pieces: ...
 
     def samples(self, prompt: str) -> list[str]:
-        """All n completions of a prompt, when they are done."""
+        """Return all n completions of a prompt when they are finished."""
 
 
 class LocalAnswerer:
-    """A model in this process."""
+    """Implements Answerer with a model in this process."""
 
     def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
         self._llm, self._sampling = llm, sampling_params(args)
@@ -59,14 +60,14 @@ class LocalAnswerer:
 
 @contextmanager
 def answerer(args: argparse.Namespace) -> Iterator[Answerer]:
-    """Whoever the flags say is to answer. Raises InvalidRequest or ConfigError before a model is loaded."""
+    """Return the Answerer that the flags select. Raises InvalidRequest or ConfigError before a model is loaded."""
     if args.url is not None:
         from quire.serving.cli.remote import RemoteAnswerer
 
         own = ("tokenizer", "load_format", "verbose", "generation_config", "override_generation_config")
         for name in (*own, *map(field_of, (*ENGINE_FLAGS, *ENGINE_SWITCHES))):
             if getattr(args, name, None) not in (None, "auto"):
-                raise ConfigError(name, "is decided by the server at --url", "leave it out")
+                raise ConfigError(name, "is a setting of the server at --url", "leave it out")
         yield RemoteAnswerer(args)
         return
     if args.api_key is not None:
@@ -77,7 +78,7 @@ def answerer(args: argparse.Namespace) -> Iterator[Answerer]:
 
 
 def load(args: argparse.Namespace) -> LLM:
-    """The model the flags describe, loaded."""
+    """Load the model that the flags describe."""
     from quire.serving.llm import LLM
 
     return LLM(
@@ -92,7 +93,8 @@ def load(args: argparse.Namespace) -> LLM:
 
 
 def write_answer(pieces: Pieces, answer: list[str]) -> None:
-    """Write text to stdout as it comes and collect it in `answer`, which an interrupt leaves as far as it came."""
+    """Write an answer to stdout while it arrives and append it to `answer`. After an interrupt, `answer` has the part
+    that has arrived."""
     num_tokens, start = 0, time.monotonic()
     with closing(pieces):
         for piece in pieces:
@@ -109,15 +111,16 @@ def write_answer(pieces: Pieces, answer: list[str]) -> None:
 
 
 def read_piped() -> str | None:
-    """All of stdin when it is not a terminal. Raises InvalidRequest when it is closed or holds no text."""
-    stdin: TextIO | None = sys.stdin  # None: closed by whoever started this process
+    """Return all text of stdin, or None if stdin is a terminal. Raises InvalidRequest if it is closed or not UTF-8
+    text."""
+    stdin: TextIO | None = sys.stdin  # None: the parent process has closed it
     if stdin is None:
         raise InvalidRequest("stdin", "is closed", "give the text as an argument")
     if stdin.isatty():
         return None
     try:
         text = stdin.read()
-        text.encode()  # undecodable bytes may come as lone surrogates
+        text.encode()  # raises for lone surrogates, which stand for undecodable bytes
     except UnicodeError:
         raise InvalidRequest("stdin", "is not UTF-8 text", "convert it, or give the text as an argument") from None
     except OSError as error:

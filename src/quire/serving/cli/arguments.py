@@ -1,4 +1,4 @@
-"""The flags of every command, in the names vLLM's users know. Defaults live where the settings live."""
+"""The flags that commands share, with vLLM's names, and the parser. Default values are those of the settings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from quire.config.arguments import EngineSettings
     from quire.types.sampling import SamplingParams
 
-Commands = argparse._SubParsersAction  # the type argparse gives `add_subparsers`; it has no public name
+Commands = argparse._SubParsersAction  # the type of `add_subparsers`, which has no public name
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """What the engine then checks field by field."""
+    """Parse a JSON object. The engine checks its members."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -34,114 +34,137 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "--dtype": (str, "float32, bfloat16, float16 or auto: what the device is fast at"),
-    "--device": (str, "cpu, cuda, cuda:N or auto"),
+    "--dtype": (str, "type of weights and activations: float32, bfloat16, float16, or auto (chosen for the device)"),
+    "--device": (str, "device to run on: cpu, cuda, cuda:N, or auto"),
     "--block-size": (int, "token slots per KV block, 1 to 256 (16)"),
-    "--num-kv-blocks": (int, "size of the KV cache in blocks"),
+    "--num-kv-blocks": (int, "size of the KV cache in blocks, instead of --kv-cache-memory"),
     "--kv-cache-memory": (
         str,
-        'size of the KV cache, like "2GiB" (on a CPU 1GiB, or less by the free memory; on a GPU what is left)',
+        'size of the KV cache, like "2GiB" (on a CPU 1GiB, or less if less memory is free; on a GPU what is left)',
     ),
-    "--gpu-memory-utilization": (float, "share of the GPU's memory the process may take (0.9)"),
-    "--max-model-len": (int, "longest sequence, prompt and output together"),
-    "--max-num-seqs": (int, "sequences that run at once (64 on a CPU, 256 on a GPU)"),
-    "--max-num-batched-tokens": (int, "tokens computed in one step (512 on a CPU, 2048 to 16384 on a GPU)"),
-    "--policy": (str, f"who goes first: {', '.join(POLICY_NAMES)} (fcfs)"),
-    "--policy-config": (json_object, 'settings of the policy, as JSON: {"ttft": 0.5, "tpot": 0.05}'),
-    "--prefix-eviction": (str, f"which cached prompts are forgotten first: {', '.join(EVICTION_NAMES)} (lru)"),
-    "--preemption": (str, f"a request makes room by: {', '.join(PREEMPTION_NAMES)} (auto: what costs less time)"),
-    "--host-cache-memory": (str, 'host memory for blocks the device gives up, like "4GiB" (none)'),
-    "--swap-space": (float, "the same in GiB"),
-    "--disk-cache-path": (str, "a folder of your own for blocks that host memory gives up (none)"),
-    "--disk-cache-memory": (str, 'how much of it to fill, like "50GiB"'),
+    "--gpu-memory-utilization": (float, "share of the GPU's memory that the process may use (0.9)"),
+    "--max-model-len": (int, "most tokens of a sequence, prompt and answer together"),
+    "--max-num-seqs": (int, "most sequences that run at once (64 on a CPU, 256 on a GPU)"),
+    "--max-num-batched-tokens": (int, "most tokens in one step (512 on a CPU, 2048 to 16384 on a GPU)"),
+    "--policy": (str, f"scheduling policy, the order of requests: {', '.join(POLICY_NAMES)} (fcfs)"),
+    "--policy-config": (json_object, 'settings of --policy, as JSON: {"ttft": 0.5, "tpot": 0.05}'),
+    "--prefix-eviction": (str, f"which cached prefixes are evicted first: {', '.join(EVICTION_NAMES)} (lru)"),
+    "--preemption": (
+        str,
+        f"what to do with the KV blocks of a preempted request: {', '.join(PREEMPTION_NAMES)} (auto: the faster one)",
+    ),
+    "--host-cache-memory": (str, 'host memory for KV blocks evicted from the device, like "4GiB" (none)'),
+    "--swap-space": (float, "the same as --host-cache-memory, as a number of GiB"),
+    "--disk-cache-path": (
+        str,
+        "a folder for KV blocks evicted from host memory; only you may have access to it (none)",
+    ),
+    "--disk-cache-memory": (str, 'how much disk space --disk-cache-path may use, like "50GiB"'),
     "--tier-write": (
         str,
-        "back: save a block when it is evicted (default); through: when it is computed, so that a restart finds it",
+        "when KV blocks are saved to host memory and disk: back: when evicted; through: when computed (back)",
     ),
     "--kv-role": (
         str,
-        "prefill: share the KV blocks of computed prompts by --kv-transport; decode: load them; both (no transport)",
+        "prefill: share the KV blocks of computed prompts by --kv-transport; decode: load them; both (none of these)",
     ),
     "--kv-transport": (
         str,
-        "shm://NAME, or tcp://HOST:PORT: where a prefill engine listens, and what a decode engine connects to",
+        "how engines share KV blocks: shm://NAME, or tcp://HOST:PORT: prefill engines listen, decode engines connect",
     ),
-    "--kv-transport-memory": (str, "memory for shared KV blocks (1GiB)"),
-    "--kv-token-file": (str, "a file with a secret that both ends of tcp:// know; needed beyond 127.0.0.1"),
-    "--threads": (int, "CPU threads (all cores)"),
+    "--kv-transport-memory": (str, "memory for the KV blocks that --kv-transport shares (1GiB)"),
+    "--kv-token-file": (
+        str,
+        "a file with a secret, the same for all engines of a --kv-transport by TCP; required beyond 127.0.0.1",
+    ),
+    "--threads": (int, "number of CPU threads (all cores)"),
     "--quantization": (
         str,
-        "fp8, int8 or int4: the layers' weights, quantized while they are loaded (as the checkpoint stores them)",
+        "quantize the layers' weights while they are loaded: fp8, int8 or int4 (as the checkpoint stores them)",
     ),
     "--cpu-weights": (
         str,
-        "integer8, integer16: CPUs round rows so for quantized weights; integer: 8 for GGUF, 16 else; float: no (auto)",
+        "CPU activations for quantized weights: integer8, integer16, integer (8 bit for GGUF, else 16), float or auto",
     ),
     "--kv-cache-dtype": (
         str,
-        "auto: as --dtype; fp8, fp8_e4m3 or int8: about half the memory per token of bfloat16; int4: a third",
+        "type of the KV cache: auto (as --dtype); fp8, fp8_e4m3 or int8: half the memory of bfloat16; int4: a third",
     ),
-    "--kv-layout": (str, "paged, or virtual: a sequence's blocks mapped side by side, for attention without tables"),
-    "--attention-backend": (str, "triton, native, flashinfer, gather, reference or auto"),
+    "--kv-layout": (
+        str,
+        "layout of the KV cache: paged, or virtual: the blocks of a sequence are contiguous in virtual memory (paged)",
+    ),
+    "--attention-backend": (str, "attention kernels: triton, native, flashinfer, gather, reference or auto"),
     "--speculative-config": (
         json_object,
-        'guess ahead and verify, as JSON: {"method": "ngram"}, "self_draft", or "draft_model" / "eagle3" and "model"',
+        'speculative decoding, as JSON: {"method": "ngram"}, "self_draft", or "draft_model" or "eagle3" with "model"',
     ),
-    "--limit-mm-per-prompt": (json_object, 'how many images a request may have, as JSON: {"image": 16}'),
+    "--limit-mm-per-prompt": (json_object, 'most images of a request, as JSON: {"image": 16}'),
     "--mm-processor-kwargs": (
         json_object,
-        'how large images are shown, as JSON: {"min_pixels": ..., "max_pixels": ...}',
+        'the sizes to which images are resized, as JSON: {"min_pixels": ..., "max_pixels": ...}',
     ),
-    "--allowed-local-media-path": (str, "the folder whose files image URLs with file:// may name (none)"),
-    "--tensor-parallel-size": (int, "ranks that share every layer, one per GPU (1)"),
-    "--pipeline-parallel-size": (int, "stages with some of the layers each (1)"),
+    "--allowed-local-media-path": (str, "the folder whose files the file:// URLs of images may name (none)"),
+    "--tensor-parallel-size": (int, "number of ranks that each compute a part of every layer, one per GPU (1)"),
+    "--pipeline-parallel-size": (int, "number of pipeline stages that each compute some of the layers (1)"),
     "--executor": (str, f"how ranks run: {', '.join(EXECUTOR_NAMES)} (auto: single, or processes for several ranks)"),
-    "--ray-address": (str, "the Ray cluster for --executor ray: auto or HOST:PORT (one of this machine, or a new one)"),
-    "--rank-timeout": (float, "seconds that a rank may be behind while others wait for it (60)"),
-    "--record": (str, "write all inputs and decisions to this new file, for `quire replay`"),
-    "--record-tokens": (str, "exact, or hashed: it tells which prompts begin alike, not what they say (exact)"),
-    "--record-limit": (str, "how large the file may become (1GiB)"),
+    "--ray-address": (
+        str,
+        "Ray cluster for --executor ray: auto or HOST:PORT (one of this machine, started if necessary)",
+    ),
+    "--rank-timeout": (float, "seconds that other ranks wait for a rank without progress until the engine ends (60)"),
+    "--record": (str, "record all inputs and decisions of the engine in this new file, for `quire replay`"),
+    "--record-tokens": (
+        str,
+        "how --record stores prompts: exact, or hashed: their common beginnings, but not their texts (exact)",
+    ),
+    "--record-limit": (str, "largest size of the file of --record (1GiB)"),
 }
 ENGINE_SWITCHES = {
-    "--enforce-eager": "capture no step as a CUDA graph: slower, for finding faults",
-    "--enable-expert-parallel": "the ranks of --tensor-parallel-size have whole experts, not a part of every expert",
+    "--enforce-eager": "do not capture steps as CUDA graphs: slower, for debugging",
+    "--enable-expert-parallel": "give each rank of --tensor-parallel-size whole experts, not a part of every expert",
 }
-SHORT_FLAGS = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}  # as vLLM has them
-ENGINE_CHOICES = {"--enable-prefix-caching": "keep computed prompts and answers for prompts that begin alike (on)"}
+SHORT_FLAGS = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}  # vLLM's short names
+ENGINE_CHOICES = {
+    "--enable-prefix-caching": "keep the KV blocks of prompts and answers for prompts with the same beginning (on)"
+}
 LORA_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "--max-loras": (int, "LoRA adapters in one step: slots on the device (8)"),
-    "--max-lora-rank": (int, "the largest rank of a LoRA adapter, up to 256 (16)"),
-    "--max-cpu-loras": (int, "LoRA adapters in host memory; others are read again (four times --max-loras)"),
+    "--max-loras": (int, "most LoRA adapters that one step can use: slots on the device (8)"),
+    "--max-lora-rank": (int, "largest rank of a LoRA adapter, up to 256 (16)"),
+    "--max-cpu-loras": (
+        int,
+        "most LoRA adapters in host memory; others are read from disk when used (four times --max-loras)",
+    ),
 }
 SAMPLING_FLAGS = {
-    "--temperature": (float, "0 picks the likeliest token"),
-    "--top-p": (float, "keep the likeliest tokens up to this probability"),
-    "--top-k": (int, "keep this many tokens; 0 keeps all"),
-    "--min-p": (float, "drop tokens less likely than this share of the likeliest"),
-    "--repetition-penalty": (float, "above 1 discourages repetition"),
-    "--presence-penalty": (float, "above 0 discourages tokens that appeared"),
-    "--frequency-penalty": (float, "above 0 discourages tokens by how often they appeared"),
-    "--max-tokens": (int, "longest answer"),
-    "--min-tokens": (int, "shortest answer"),
+    "--temperature": (float, "randomness of sampling; 0: always the most likely token"),
+    "--top-p": (float, "sample from the most likely tokens whose probabilities add up to this share"),
+    "--top-k": (int, "sample from this many most likely tokens; 0: from all"),
+    "--min-p": (float, "drop tokens with less than this share of the most likely token's probability"),
+    "--repetition-penalty": (float, "above 1: make tokens of the prompt and the answer less likely"),
+    "--presence-penalty": (float, "above 0: make tokens that have appeared in the answer less likely"),
+    "--frequency-penalty": (float, "above 0: make tokens less likely by how often they have appeared in the answer"),
+    "--max-tokens": (int, "most tokens of an answer"),
+    "--min-tokens": (int, "fewest tokens of an answer"),
 }
 
 
 class Examples(TypedDict):
-    """The keywords that give a parser its examples."""
+    """The keyword arguments that add examples to a parser."""
 
     epilog: str
     formatter_class: type[argparse.HelpFormatter]
 
 
 def examples(commands: dict[str, str]) -> Examples:
-    """Commands and what they do, at the end of `--help`."""
+    """Return the keyword arguments that show commands and their descriptions at the end of `--help`."""
     lines = "\n".join(f"  {command}\n      {meaning}" for command, meaning in commands.items())
     return {"epilog": f"examples:\n{lines}", "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that takes no abbreviations and whose errors are one line: the cause, what may have been meant
-    and where to read on."""
+    """An argument parser without abbreviations. Its errors are one line: the cause, a suggestion, and the help
+    command."""
 
     def __init__(self, *, prog: str, description: str, **options: Any) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
@@ -150,11 +173,11 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments of one command. A flag that the command does not know is an error at once, but for the
-        flags of vLLM that ask for nothing or have another name here."""
+        """Parse the arguments of one command. Unknown flags are an error, except vLLM's flags that have no effect or
+        another name here."""
         own: list[str] = list(sys.argv[1:] if args is None else args)
         foreign: list[tuple[str, Any]] = []
-        if "--dtype" in self._option_string_actions:  # of a command that runs an engine
+        if "--dtype" in self._option_string_actions:  # this command runs an engine
             own, foreign = split_vllm_flags(own, self)
         parsed, unknown = super().parse_known_args(own, namespace)
         if unknown and self._subparsers is None:
@@ -177,17 +200,17 @@ def add_complete(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "complete",
         help="continue a text",
-        description="Continue a text, token by token, in this process or by a running server.",
+        description="Continue a text, with a model in this process or with a running server.",
         **examples(
             {
                 'quire complete "The capital of France is"': "greedy, up to 128 tokens",
-                "quire complete --temperature 0.8 -n 3 < prompt.txt": "three samples of what is piped in",
-                'quire complete --url http://127.0.0.1:8000 "Once upon"': "by a server that runs already",
+                "quire complete --temperature 0.8 -n 3 < prompt.txt": "three samples for the text on stdin",
+                'quire complete --url http://127.0.0.1:8000 "Once upon"': "with a running server",
             }
         ),
     )
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue; from stdin when left out")
-    parser.add_argument("-n", "--n", type=int, default=1, help="how many completions (1)")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue; read from stdin if left out")
+    parser.add_argument("-n", "--n", type=int, default=1, help="number of completions (1)")
     add_model(parser)
     _add_remote(parser)
     _add_sampling(parser, {"temperature": 0.0, "max_tokens": 128})
@@ -197,29 +220,31 @@ def add_complete(commands: Commands[OneLineParser]) -> None:
 def add_chat(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "chat",
-        help="talk to a model",
-        description="Talk to a model, in this process or at a running server. With MESSAGE or piped input: one answer.",
+        help="chat with a model",
+        description="Chat with a model, in this process or at a running server. MESSAGE or piped input: one answer.",
         **examples(
             {
                 "quire chat": "a conversation; /help lists its commands",
                 'quire chat "Why is the sky blue?"': "one answer",
-                "quire chat --url http://127.0.0.1:8000 --api-key KEY": "with a server that runs already",
+                "quire chat --url http://127.0.0.1:8000 --api-key KEY": "with a running server",
             }
         ),
     )
-    parser.add_argument("message", nargs="?", metavar="MESSAGE", help="one message to answer; else a conversation")
-    parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument(
+        "message", nargs="?", metavar="MESSAGE", help="a message to answer; without one, chat interactively"
+    )
+    parser.add_argument("--system-prompt", metavar="TEXT", help="system message at the start of the conversation")
     add_model(parser)
     _add_remote(parser)
-    _add_sampling(parser, {"max_tokens": 512}, "what is left out is as the model's makers recommend")
+    _add_sampling(parser, {"max_tokens": 512}, "defaults are those of the model's generation_config.json")
     add_generation_config(add_loading(add_engine(parser)))
 
 
 def add_pull(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "pull",
-        help="fetch a model into the cache",
-        description="Fetch a model once.",
+        help="download a model into the cache",
+        description="Download a model into the cache, where all commands find it.",
         **examples(
             {
                 "quire pull": "the default model",
@@ -228,32 +253,35 @@ def add_pull(commands: Commands[OneLineParser]) -> None:
             }
         ),
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a catalogue or hub name; the default when left out")
-    parser.add_argument("--recheck", action="store_true", help="check a file that is here already once more")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a catalogue or hub name (the default model)")
+    parser.add_argument("--recheck", action="store_true", help="check the hash of a model that is already in the cache")
     add_debug(parser)
 
 
 def add_doctor(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="what was found here, what fits, what is slow and why",
-        description="Look at this machine: hardware, versions, a model's memory plan, what is slow and the fix.",
+        help="describe this machine, a model's memory plan, and what is slow and why",
+        description="Describe this machine: hardware, versions, a model's memory plan, what is slow and how to fix it.",
         **examples(
             {
                 "quire doctor": "with the default model's plan",
                 "quire doctor --model model.gguf --max-model-len 8192": "would this fit?",
-                "quire doctor --gpu": "how fast is this GPU, and how near to that are the kernels?",
+                "quire doctor --gpu": "how fast is this GPU, and how close to that are the kernels?",
             }
         ),
     )
-    parser.add_argument("--gpu", action="store_true", help="measure the GPU and every kernel on it instead")
+    parser.add_argument(
+        "--gpu", action="store_true", help="measure the GPU and every kernel on it, and print nothing else"
+    )
     parser.add_argument("--json", action="store_true", help="with --gpu: print JSON instead of tables")
     add_model(parser)
     add_engine(parser)
 
 
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
-    """The engine settings that were given; the rest keep their defaults. A seed of -1 means any: no setting."""
+    """Return the engine settings that were given; all others keep their defaults. A seed of -1 means a random seed and
+    is left out."""
     flags = (*ENGINE_FLAGS, *ENGINE_SWITCHES, *ENGINE_CHOICES, "--scheduling-policy", "--task")
     flags += (*LORA_FLAGS, "--enable-lora", "--lora-modules", "--lora-experts", "--lora-dir")
     given = {name: getattr(args, name) for flag in flags if (name := field_of(flag)) in args}
@@ -263,7 +291,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
 
 
 def sampling_params(args: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
-    """The sampling asked for, on top of `defaults` and the command's own. Raises InvalidRequest."""
+    """Return the sampling parameters of the flags, on top of `defaults`. Raises InvalidRequest."""
     from quire.types.sampling import SamplingParams
 
     given = {"n": getattr(args, "n", 1), "seed": args.seed, "stop": args.stop or (), **given_sampling(args)}
@@ -271,7 +299,7 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams | None = 
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling flags that were given or have a default, by their parameters' names."""
+    """Return the sampling flags that were given or have a default, by parameter name."""
     return {name: getattr(args, name) for flag in SAMPLING_FLAGS if (name := field_of(flag)) in args}
 
 
@@ -280,11 +308,11 @@ def field_of(flag: str) -> str:
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", "--model", help="a path, a hub name or a catalogue name; the default model when left out")
+    parser.add_argument("-m", "--model", help="a path, a hub name or a catalogue name (the default model)")
     add_debug(parser)
 
 
@@ -303,28 +331,33 @@ def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 def add_lora(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("LoRA adapters")
     absent = argparse.SUPPRESS
-    switch, use = argparse.BooleanOptionalAction, "take requests with LoRA adapters (off)"
+    switch, use = argparse.BooleanOptionalAction, "accept requests with LoRA adapters (off)"
     group.add_argument("--enable-lora", action=switch, help=use, default=absent)
     group.add_argument(
         "--lora-modules",
         nargs="+",
         action="extend",
         metavar="NAME=PATH",
-        help='adapters to load at the start, whose names clients give as the model; or {"name": ..., "path": ...}',
+        help='LoRA adapters to load at start; clients give NAME as the model; also as JSON: {"name": ..., "path": ...}',
         default=absent,
     )
     for flag, (kind, text) in LORA_FLAGS.items():
         group.add_argument(flag, type=kind, help=text, default=absent)
-    room = "make room for LoRA adapters of routed experts: slots hold A and B of every expert (off)"
+    room = "support LoRA adapters of routed experts: device slots have room for A and B of every expert (off)"
     group.add_argument("--lora-experts", action=switch, help=room, default=absent)
     return group
 
 
 def add_loading(group: argparse._ArgumentGroup, *, verbose: bool = True) -> argparse._ArgumentGroup:
-    group.add_argument("--tokenizer", help="another model's tokenizer: a path or a name")
-    group.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    group.add_argument("--tokenizer", help="path or name of the model whose tokenizer is used (the model itself)")
+    group.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="auto: load the weights; dummy: use random weights (auto)",
+    )
     if verbose:
-        shown = "show the memory plan and loading progress"
+        shown = "print the memory plan and loading progress, even if stderr is not a terminal"
         group.add_argument("--verbose", action="store_true", default=None, help=shown)
     return group
 
@@ -339,15 +372,17 @@ def add_generation_config(group: argparse._ArgumentGroup) -> argparse._ArgumentG
         "--override-generation-config",
         type=json_object,
         metavar="JSON",
-        help='single values of it, as JSON: {"temperature": 0.5}',
+        help='default sampling values in place of those of --generation-config, as JSON: {"temperature": 0.5}',
     )
     return group
 
 
 def _add_remote(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument("--url", help="ask this server instead of loading a model; --model is then the name it knows")
-    group.add_argument("--api-key", metavar="KEY", help="the server's key; $QUIRE_API_KEY when left out")
+    group.add_argument(
+        "--url", help="use the server at this URL instead of loading a model; --model is then its name at the server"
+    )
+    group.add_argument("--api-key", metavar="KEY", help="API key for --url ($QUIRE_API_KEY)")
 
 
 def _add_sampling(parser: argparse.ArgumentParser, defaults: dict[str, float], note: str | None = None) -> None:
@@ -356,5 +391,7 @@ def _add_sampling(parser: argparse.ArgumentParser, defaults: dict[str, float], n
         default = defaults.get(field_of(flag))
         shown = text if default is None else f"{text} ({default:g})"
         group.add_argument(flag, type=kind, help=shown, default=argparse.SUPPRESS if default is None else default)
-    group.add_argument("--seed", type=int, help="makes the answer repeatable")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable")
+    group.add_argument("--seed", type=int, help="seed of sampling, which makes the answer repeatable")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="stop string: end the answer before this text; repeatable"
+    )

@@ -30,7 +30,8 @@ def run_chat(args: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """The messages so far. A refused message is forgotten; an interrupted answer is kept as far as it came."""
+    """The messages so far. A refused message is dropped; of an interrupted answer, the part that has arrived is
+    kept."""
 
     def __init__(self, model: Answerer, system_prompt: str | None) -> None:
         self._model, self._system_prompt = model, system_prompt
@@ -57,7 +58,7 @@ class Conversation:
 
 
 def _converse(conversation: Conversation) -> None:
-    with suppress(ImportError):  # not every Python is built with it
+    with suppress(ImportError):  # not every Python has it
         import readline  # noqa: F401 - gives input() history and line editing
 
     print("Type a message. /help lists the commands.", file=sys.stderr)
@@ -78,7 +79,7 @@ def _converse(conversation: Conversation) -> None:
 
 
 def _ask() -> str | None:
-    """The next line; None when the user wants to leave."""
+    """Read the next line. Returns None if the user presses Ctrl-D or Ctrl-C."""
     try:
         return input("> ").strip()
     except (EOFError, KeyboardInterrupt):

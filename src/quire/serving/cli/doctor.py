@@ -1,4 +1,4 @@
-"""`quire doctor`: what was found, what fits, what is slow and why."""
+"""`quire doctor`: describes the hardware, the packages and a model's memory plan, and names what is slow and why."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 REQUIRED = ("torch", "numpy", "tokenizers", "safetensors", "jinja2")
 OPTIONAL = (
     "huggingface_hub", "triton",
-    "fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "pyzmq", "prometheus_client",  # to serve
-    "aiohttp", "opentelemetry-sdk",  # to measure a server, to trace
+    "fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "pyzmq", "prometheus_client",  # for `quire serve`
+    "aiohttp", "opentelemetry-sdk",  # for `quire bench serve`, for traces
 )  # fmt: skip
 REBUILD = (
     "in the checkout, with a C++ compiler: make clean setup, or pip install --force-reinstall --no-deps -e . "
@@ -50,7 +50,7 @@ NOTABLE_ISA = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that costs speed or memory here, and what to do about it."""
+    """Something that costs speed or memory on this machine, and how to fix it."""
 
     cause: str
     fix: str
@@ -72,14 +72,14 @@ def run_doctor(args: argparse.Namespace) -> int:
     _print_section("backends", _backends(facts))
     is_planned = _print_plan(args, facts)
     findings = find_slow(facts, has_nvidia_driver=Path("/proc/driver/nvidia/version").exists())
-    print("\nwhat is slow here" if findings else "\nnothing here is slower than it must be")
+    print("\nwhat is slow here" if findings else "\nno performance problem was found")
     for finding in findings:
         print(f"  {finding.cause}\n    fix: {finding.fix}")
     return 0 if is_planned or args.model is None else 1
 
 
 def describe_hardware(facts: HardwareFacts) -> list[tuple[str, str]]:
-    """Names and values of what was found, ready to print."""
+    """Return the names and values of the hardware, ready to print."""
     notable = NOTABLE_ISA.get(facts.machine, [])
     found = [flag for flag in notable if flag in facts.isa]
     missing = [flag for flag in notable if flag not in facts.isa]
@@ -98,7 +98,7 @@ def describe_hardware(facts: HardwareFacts) -> list[tuple[str, str]]:
 
 
 def find_slow(facts: HardwareFacts, *, has_nvidia_driver: bool) -> list[Finding]:
-    """What makes this machine slower than it could be, worst first."""
+    """Return what makes this machine slower than it could be, worst first."""
     findings = []
     if has_nvidia_driver and not facts.cuda:
         findings.append(
@@ -119,7 +119,7 @@ def find_slow(facts: HardwareFacts, *, has_nvidia_driver: bool) -> list[Finding]
     if not facts.supports_bf16 and not facts.cuda:
         findings.append(
             Finding(
-                "this CPU has no bfloat16 arithmetic, so products run in float32: prompts are read at half the speed",
+                "this CPU has no bfloat16 arithmetic, so gemms run in float32: prompts take twice the time",
                 "use a GPU, or a CPU with AVX-512 BF16, AMX or Arm BF16 (Sapphire Rapids, Zen 4, Neoverse V1, ...)",
             )
         )
@@ -151,13 +151,13 @@ def _backends(facts: HardwareFacts) -> list[tuple[str, str]]:
 
 
 def describe_products(facts: HardwareFacts) -> list[tuple[str, str]]:
-    """What multiplies rows by weights on this CPU, for each kind of weight."""
+    """Return which kernels compute gemms on this CPU, for each kind of weight."""
     if facts.native_refusal is not None:
-        return [("products", "torch")]
+        return [("gemms", "torch")]
     halves = f"{facts.cpu_path}, widened to float32 in registers"
     if facts.bf16_dots:
         halves = f"{facts.cpu_path}, by dot products of bfloat16"
-    how = "float32 rows in whole numbers, bfloat16 rows in tiles" if facts.tile_units else "rows in whole numbers"
+    how = "float32 activations as integers, bfloat16 in tiles" if facts.tile_units else "activations as integers"
     return [
         ("float32 weights", str(facts.cpu_path)),
         ("quantized weights", f"{facts.cpu_path}, as stored in the file, {how}"),
@@ -184,7 +184,7 @@ def _print_plan(args: argparse.Namespace, facts: HardwareFacts) -> bool:
 
 
 def _plan(files: ModelFiles, arguments: EngineArguments, facts: HardwareFacts) -> list[str]:
-    """What a model is, where it runs, and the memory it takes."""
+    """Return lines that describe a model, its device and its memory plan."""
     from quire.runtime.loading.hf.sentence import read_embedding_settings
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.models.registry import ENTRIES

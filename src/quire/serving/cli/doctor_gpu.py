@@ -1,4 +1,4 @@
-"""`quire doctor --gpu`: what this GPU can do, and what every kernel gets of it."""
+"""`quire doctor --gpu`: measures the GPU, and how much of its bandwidth or FLOP/s every kernel reaches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 CEILINGS = {
     "read": "read stream",
     "copy": "copy, read and written",
-    "matmul": "bfloat16 product of 8192 x 8192",
+    "matmul": "bfloat16 gemm of 8192 x 8192",
     "to_device": "host to device, pinned",
     "to_host": "device to host, pinned",
 }
 
 
 def run_doctor_gpu(args: argparse.Namespace) -> int:
-    """Measure and print. Raises QuireError without a GPU that can run the kernels."""
+    """Measure and print. Returns 1 if a kernel failed. Raises QuireError without a GPU that can run the kernels."""
     from quire.runtime.gauging import find_gpu, measure_ceilings, measure_kernels
 
     device = find_gpu()
@@ -38,7 +38,7 @@ def run_doctor_gpu(args: argparse.Namespace) -> int:
 
 
 def line_of(reading: dict[str, Any]) -> str:
-    """One kernel as a line of the table."""
+    """Return one kernel's measurement as a line of the table."""
     if "error" in reading:
         return f"{reading['name']:<44}failed: {reading['error']}"
     achieved = speed(reading["rate"], counts_flops=reading["counts_flops"])
@@ -46,7 +46,7 @@ def line_of(reading: dict[str, Any]) -> str:
 
 
 def speed(rate: float, *, counts_flops: bool) -> str:
-    """Bytes or operations a second, in the unit that suits them."""
+    """Format bytes or operations per second with a suitable unit."""
     if counts_flops:
         return f"{rate / 1e12:.0f} TFLOP/s"
     return f"{rate / 1e12:.2f} TB/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GB/s"

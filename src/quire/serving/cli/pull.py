@@ -1,4 +1,4 @@
-"""`quire pull`: fetch a model into the cache."""
+"""`quire pull`: downloads a model into the cache."""
 
 from __future__ import annotations
 

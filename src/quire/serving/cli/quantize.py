@@ -1,4 +1,4 @@
-"""`quire quantize`: write a checkpoint whose matrices are quantized, for Quire and other engines."""
+"""`quire quantize`: writes a checkpoint with quantized matrices, for Quire and other engines."""
 
 from __future__ import annotations
 
@@ -17,45 +17,55 @@ def add_quantize(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "quantize",
         help="write a quantized checkpoint of a model",
-        description="Quantize the matrices of a safetensors checkpoint into a new folder, in the compressed-tensors "
-        "format. The embedding, the output head and norms stay as they are.",
+        description="Quantize the matrices of a safetensors checkpoint and write them to a new folder in the "
+        "compressed-tensors format. The embedding, the output head and norms are not quantized.",
         **examples(
             {
                 "quire quantize --model org/name --output DIR --method int4 --calibration text.txt": "GPTQ: 4-bit "
-                "weights whose rounding errors make up for each other on the text",
-                "quire quantize --model org/name --output DIR --method fp8": "8-bit floats, no data needed",
-                "quire serve DIR": "serve the result",
+                "weights whose rounding errors compensate each other on the calibration text",
+                "quire quantize --model org/name --output DIR --method fp8": "8-bit floats, without calibration",
+                "quire serve DIR": "serve the quantized model",
             }
         ),
     )
-    parser.add_argument("-m", "--model", required=True, help="a folder with safetensors files, or a hub name")
-    parser.add_argument("--output", type=Path, required=True, help="a folder that is empty or not there yet")
+    parser.add_argument(
+        "-m", "--model", required=True, help="the model to quantize: a folder with safetensors files, or a hub name"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the checkpoint; it must be empty or not exist"
+    )
     parser.add_argument(
         "--method", choices=("int4", "int8", "fp8"), required=True,
-        help="int4: 4-bit weights (W4A16); int8: 8-bit weights and activations (W8A8); fp8: the same as float8",
+        help="int4: 4-bit weights (W4A16); int8: 8-bit weights and activations (W8A8); fp8: W8A8 in float8",
     )  # fmt: skip
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="a text like those the model will see")
-    parser.add_argument("--calibration-tokens", type=int, default=16_384, help="tokens of it to use (16384)")
-    parser.add_argument("--calibration-window", type=int, default=512, help="tokens of one text of it (512)")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="text file for calibration, like the texts the model will see"
+    )
+    parser.add_argument("--calibration-tokens", type=int, default=16_384, help="tokens of --calibration to use (16384)")
+    parser.add_argument(
+        "--calibration-window", type=int, default=512, help="tokens of each piece into which --calibration is cut (512)"
+    )
     parser.add_argument(
         "--group-size", type=int,
-        help="inputs that share a scale with int4, a multiple of 32: by default 128, 64 or 32, what divides all",
+        help="int4: inputs that share a scale, a multiple of 32 (128, 64 or 32, whichever divides all matrices)",
     )  # fmt: skip
     parser.add_argument(
         "--fp8-scales", choices=("channel", "tensor", "block"), default="channel",
-        help="what shares a scale with fp8: an output's weights (the default), all, or blocks of 128 x 128",
+        help="fp8: what shares a scale: each output channel, the whole tensor, or each block of 128 x 128 (channel)",
     )  # fmt: skip
     parser.add_argument(
-        "--head", action="store_true", help="quantize the output head too: not all engines read such a head"
+        "--head", action="store_true", help="quantize the output head too, which not all engines can read"
     )
     parser.add_argument(
-        "--device", default="auto", help="where to compute: cpu, cuda, cuda:N, or auto (cuda where there is one)"
+        "--device",
+        default="auto",
+        help="device for the computation: cpu, cuda, cuda:N, or auto (a GPU if there is one) (auto)",
     )
     add_debug(parser)
 
 
 def run_quantize(args: argparse.Namespace) -> int:
-    """Raises QuireError for what cannot be quantized."""
+    """Quantize a model. Raises QuireError for a model or settings that cannot be quantized."""
     import torch
 
     from quire.runtime.loading.model_config import read_model_config
@@ -74,7 +84,7 @@ def run_quantize(args: argparse.Namespace) -> int:
 
 
 def _choose_device(name: str, num_gpus: int) -> str:
-    """`name`, if this machine has it; "auto": a GPU where there is one."""
+    """Return `name` if this machine has the device; for "auto", a GPU if there is one."""
     if name == "auto":
         return "cuda" if num_gpus else "cpu"
     found = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", name)
@@ -87,7 +97,8 @@ def _choose_device(name: str, num_gpus: int) -> str:
 
 
 def _read_texts(args: argparse.Namespace) -> list[list[int]]:
-    """Texts of equal length, from the beginning of the file; what is left over at its end is not used."""
+    """Return token sequences of equal length from the beginning of the calibration file. A rest at the end is
+    dropped."""
     from quire.runtime.loading.resolve import resolve_model
     from quire.serving.text.tokenizer import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""A running server as a model: the OpenAI API, spoken with the standard library."""
+"""Implements Answerer with a running server, through the OpenAI API, using only the standard library."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from quire.serving.cli.answer import Message, Piece, Pieces
 from quire.serving.cli.arguments import given_sampling
 from quire.types.errors import ConfigError, InvalidRequest, QuireError
 
-SILENCE_SECONDS = 300.0  # a server that sends nothing for so long is given up
+SILENCE_SECONDS = 300.0  # timeout of a server that sends nothing
 MAX_BODY = 64 * 2**20
 MAX_EVENT = 2**20
 
 
 class RemoteError(QuireError):
-    """The server could not be reached, failed, or broke off."""
+    """The server could not be reached, failed, or closed the connection too early."""
 
 
 class RemoteAnswerer:
-    """Sends each question to the server at --url. One connection per question, so that leaving ends the request."""
+    """Sends each prompt to the server at --url over its own connection, so that closing it aborts the request."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._server = Server(args.url, args.api_key)
         self._model: str = args.model or self._server.first_model()
-        seed = args.seed if args.seed is None or args.seed >= 0 else None  # -1: any
+        seed = args.seed if args.seed is None or args.seed >= 0 else None  # -1: a random seed
         self._options = {**given_sampling(args), "seed": seed, "stop": args.stop}
         self._n: int = getattr(args, "n", 1)
 
@@ -63,7 +63,7 @@ class RemoteAnswerer:
 
 @dataclass(frozen=True, slots=True)
 class RawAnswer:
-    """What a server answered. `retry_after`: the seconds to wait before another try."""
+    """The response of a server. `retry_after` is how many seconds to wait before another try."""
 
     status: int
     data: bytes
@@ -72,7 +72,8 @@ class RawAnswer:
 
 
 class Server:
-    """Where a server is and how to talk to it. Raises RemoteError, or InvalidRequest when it refuses a request."""
+    """A server's address, and requests to it. Methods raise RemoteError, or InvalidRequest if the server refuses a
+    request."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -81,7 +82,7 @@ class Server:
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ConfigError("url", f"{url!r} is no address of a server", "like http://127.0.0.1:8000")
+            raise ConfigError("url", f"{url!r} is not the address of a server", "use one like http://127.0.0.1:8000")
         self._connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._host, self._port = parts.hostname, port
         self._base = parts.path.rstrip("/").removesuffix("/v1")
@@ -96,13 +97,13 @@ class Server:
         return str(models[0]["id"])
 
     def ask(self, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
-        """Send a request and read the whole answer."""
+        """Send a request and return the whole response."""
         connection = self._open()
         with closing(connection):
             return self._read_json(self._send(connection, path, body))
 
     def post(self, path: str, body: bytes) -> RawAnswer:
-        """Send a JSON body and read the whole answer, whatever its status."""
+        """Send a JSON body and return the whole response, whatever its status."""
         connection = self._open()
         headers = {**self._headers, "Accept": "application/json", "Content-Type": "application/json"}
         with closing(connection):
@@ -117,7 +118,8 @@ class Server:
             return RawAnswer(response.status, data, request_id, float(later) if later.isdigit() else 1.0)
 
     def events(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
-        """Send a request and give the events of its answer as they come. Closing it early hangs up."""
+        """Send a request and yield the events of its response as they arrive. Closing the iterator closes the
+        connection."""
         connection = self._open()
         with closing(connection):
             response = self._send(connection, path, body)
@@ -159,16 +161,16 @@ class Server:
         try:
             data = response.read(MAX_BODY)
         except (OSError, HTTPException) as error:
-            raise RemoteError(f"{self._shown} broke off its answer: {_why(error)}") from None
+            raise RemoteError(f"{self._shown} closed the connection during its response: {_why(error)}") from None
         return _decoded(data, self._shown)
 
     def _next_data(self, response: HTTPResponse) -> bytes:
-        """The data of the next event. Raises RemoteError if the stream ends before its last one."""
+        """Return the data of the next event. Raises RemoteError if the stream ends before its last event."""
         while True:
             try:
                 line = response.readline(MAX_EVENT)
             except (OSError, HTTPException) as error:
-                raise RemoteError(f"{self._shown} broke off its answer: {_why(error)}") from None
+                raise RemoteError(f"{self._shown} closed the connection during its response: {_why(error)}") from None
             if not line:
                 raise RemoteError(f"{self._shown} ended its answer before it was complete")
             if line.startswith(b"data:"):
@@ -185,7 +187,7 @@ def _decoded(data: bytes, source: str) -> dict[str, Any]:
     except ValueError:
         decoded = None
     if not isinstance(decoded, dict):
-        raise RemoteError(f"{source} sent something that is no JSON object; is it an OpenAI-compatible server?")
+        raise RemoteError(f"{source} sent something that is not a JSON object; is it an OpenAI-compatible server?")
     return decoded
 
 

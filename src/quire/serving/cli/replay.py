@@ -1,4 +1,4 @@
-"""`quire replay`: a recorded load again, without its model: as it was, or as it would have been."""
+"""`quire replay`: runs a recorded load again without its model, with the recorded or another configuration."""
 
 from __future__ import annotations
 
@@ -34,52 +34,69 @@ _EXTRAS = ("prefix cache", "host memory", "disk tier")
 def add_replay(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "replay",
-        help="run a recorded load again without its model, under the same or another policy",
-        description="Run a recording of `--record FILE` again on this CPU, without its model: what the engine decided "
-        "and why, or what it would have decided under another configuration.",
+        help="run a recorded load again without its model, with the same or another policy",
+        description="Run a recording of `--record FILE` again on this CPU, without its model, and print what the "
+        "engine decided and why, or what it would have decided with another configuration.",
         **examples(
             {
-                "quire replay run.jsonl": "who ran, waited and was preempted, and why",
-                "quire replay run.jsonl --check": "does this version decide the same? exits with 1 if not",
-                "quire replay run.jsonl --policy lpm --against fcfs": "one policy beside another",
-                "quire replay run.jsonl --num-kv-blocks 500 --against recorded --html run.html": "with less memory",
+                "quire replay run.jsonl": "which requests ran, waited and were preempted, and why",
+                "quire replay run.jsonl --check": "exit with 1 unless this version decides the same",
+                "quire replay run.jsonl --policy lpm --against fcfs": "compare two policies",
+                "quire replay run.jsonl --num-kv-blocks 500 --against recorded --html run.html": "compare: less memory",
             }
         ),
     )
-    parser.add_argument("file", metavar="FILE", help="a recording")
-    parser.add_argument("--check", action="store_true", help="run it as it was and fail at the first difference")
+    parser.add_argument("file", metavar="FILE", help="a recording, made with --record")
+    parser.add_argument(
+        "--check", action="store_true", help="run the recorded configuration and fail at the first difference"
+    )
     parser.add_argument(
         "--against",
         choices=(*POLICY_NAMES, RECORDED),
-        help="compare with this policy, all else alike, or with the recorded configuration",
+        help="compare with this policy (all else equal), or with the recorded configuration",
     )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    out.add_argument("--html", metavar="FILE", help="write timelines as a page")
-    out.add_argument("--rows", type=int, metavar="N", help=f"requests in a table; 0: all ({ROWS})")
+    out.add_argument("--html", metavar="FILE", help="write the timelines to this HTML file")
+    out.add_argument("--rows", type=int, metavar="N", help=f"most requests in a table; 0: all ({ROWS})")
     add_debug(parser)
-    _add_changes(parser.add_argument_group("what if (as recorded when left out)"))
+    _add_changes(parser.add_argument_group("what if (default: as recorded)"))
 
 
 def _add_changes(group: argparse._ArgumentGroup) -> None:
     absent = argparse.SUPPRESS
-    group.add_argument("--policy", choices=POLICY_NAMES, default=absent, help="who goes first")
-    group.add_argument("--policy-config", type=json_object, default=absent, help="settings of the policy, as JSON")
-    group.add_argument("--max-num-seqs", type=int, default=absent, help="sequences that run at once")
-    group.add_argument("--max-num-batched-tokens", type=int, default=absent, help="tokens computed in one step")
+    group.add_argument(
+        "--policy", choices=POLICY_NAMES, default=absent, help="scheduling policy, the order of requests"
+    )
+    group.add_argument("--policy-config", type=json_object, default=absent, help="settings of --policy, as JSON")
+    group.add_argument("--max-num-seqs", type=int, default=absent, help="most sequences that run at once")
+    group.add_argument("--max-num-batched-tokens", type=int, default=absent, help="most tokens in one step")
     group.add_argument("--num-kv-blocks", type=int, default=absent, help="size of the KV cache in blocks")
     group.add_argument(
-        "--host-cache-blocks", type=int, default=absent, help="blocks that host memory holds; 0: none, nor a disk tier"
+        "--host-cache-blocks",
+        type=int,
+        default=absent,
+        help="KV blocks in host memory; 0: neither host memory nor a disk tier",
     )
-    group.add_argument("--preemption", choices=PREEMPTION_NAMES, default=absent, help="how blocks are given up")
-    group.add_argument("--prefix-eviction", choices=EVICTION_NAMES, default=absent, help="what the cache forgets first")
     group.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=absent, help="share what is computed"
+        "--preemption",
+        choices=PREEMPTION_NAMES,
+        default=absent,
+        help="what to do with the KV blocks of a preempted request",
+    )
+    group.add_argument(
+        "--prefix-eviction", choices=EVICTION_NAMES, default=absent, help="which cached prefixes are evicted first"
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=absent,
+        help="keep the KV blocks of prompts and answers for prompts with the same beginning",
     )
 
 
 def run_replay(args: argparse.Namespace) -> int:
-    """Raises ConfigError or RecordingError."""
+    """Run a recording again. Raises ConfigError or RecordingError."""
     from quire.simulator.reader import read_recording
 
     changes = changed_names(args)
@@ -105,7 +122,7 @@ def _check_flags(args: argparse.Namespace, changes: list[str]) -> None:
 
 
 def changed_names(args: argparse.Namespace) -> list[str]:
-    """The settings that were given."""
+    """Return the names of the settings that were given."""
     names = (*_SCHEDULER, "policy_config", *_CACHE, "host_cache_blocks")
     return [name for name in names if name in args]
 
@@ -113,14 +130,14 @@ def changed_names(args: argparse.Namespace) -> list[str]:
 def changed(
     args: argparse.Namespace, cache: CacheConfig, scheduler: SchedulerConfig
 ) -> tuple[CacheConfig, SchedulerConfig]:
-    """The configuration with the settings that were given. Raises ConfigError."""
+    """Return the configuration with the settings that were given. Raises ConfigError."""
     given: dict[str, Any] = {name: getattr(args, name) for name in _SCHEDULER if name in args}
     if "policy" in given or "policy_config" in args:
         policy = given.get("policy", scheduler.policy)
         given["policy_settings"] = read_policy_settings(policy, getattr(args, "policy_config", None))
     in_cache = {field: getattr(args, name) for name, field in _CACHE.items() if name in args}
     if "host_cache_blocks" in args:
-        tiers = cache.tiers if args.host_cache_blocks else TierConfig()  # files pass through host memory
+        tiers = cache.tiers if args.host_cache_blocks else TierConfig()  # the disk tier needs host memory
         in_cache["tiers"] = replace(tiers, host_blocks=args.host_cache_blocks)
     cache, scheduler = replace(cache, **in_cache), replace(scheduler, **given)
     if scheduler.policy in RESERVING:
@@ -129,7 +146,7 @@ def changed(
 
 
 def _check_reserving(args: argparse.Namespace, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
-    """Raise ConfigError for what was asked for by name and cannot be had where every sequence has its own memory."""
+    """Raise ConfigError for given settings that are impossible with a policy that reserves memory for each sequence."""
     tiers = cache.tiers if "host_cache_blocks" in args else TierConfig()
     check_tiers(tiers, getattr(args, "preemption", "recompute"), scheduler.policy, cache.layout)
     if getattr(args, "enable_prefix_caching", False):
@@ -159,20 +176,20 @@ def _check(recording: Recording, args: argparse.Namespace) -> int:
 
 
 def _runs(recording: Recording, args: argparse.Namespace, changes: list[str]) -> tuple[list[Run], dict[str, Any]]:
-    """The runs asked for, the one to compare with first, and what is to be said of how they came about."""
+    """Return the requested runs, the baseline first, and facts about how they were made."""
     if not changes and args.against is None:
         from quire.simulator.replay import replay
 
         result = replay(recording)
-        told = None if result.difference is None else str(result.difference)
-        return [result.run], {"difference": told, "inexact": recording.inexact}
+        note = None if result.difference is None else str(result.difference)
+        return [result.run], {"difference": note, "inexact": recording.inexact}
     from quire.simulator.what_if import Scenario
 
     setup, scenario = recording.setup, Scenario.from_recording(recording)
     cache, scheduler = changed(args, setup.cache, setup.scheduler)
     name = ", ".join(f"{each.replace('_', ' ')} {getattr(args, each)}" for each in changes) or RECORDED
     if changes == ["policy"] or args.against in POLICY_NAMES:
-        name = scheduler.policy  # all else is alike
+        name = scheduler.policy  # only the policy differs
     runs = [scenario.run(name, cache, scheduler)]
     if args.against == RECORDED:
         runs.insert(0, scenario.run(RECORDED, setup.cache, setup.scheduler))
@@ -180,14 +197,14 @@ def _runs(recording: Recording, args: argparse.Namespace, changes: list[str]) ->
         settings = read_policy_settings(args.against, None)
         other = replace(scheduler, policy=args.against, policy_settings=settings)
         runs.insert(0, scenario.run(args.against, cache, other))
-    fit, without = scenario.fit, [told for run in runs if (told := _without(run, (setup.cache, cache)))]
+    fit, without = scenario.fit, [note for run in runs if (note := _missing_features(run, (setup.cache, cache)))]
     prices = {"step_seconds": fit.cost.step, "prompt_token_seconds": fit.cost.token, "row_seconds": fit.cost.row}
     fitted = {"fitted_steps": fit.num_used, "steps": fit.num_steps, "error": fit.error}
     return runs, {"cost": prices | fitted, "without": without}
 
 
-def _without(run: Run, others: Iterable[CacheConfig]) -> str:
-    """What was recorded or asked for and a run has not."""
+def _missing_features(run: Run, others: Iterable[CacheConfig]) -> str:
+    """Return a remark on features of the other configurations that a run does not have; "" if there are none."""
     wanted = set().union(*map(_extras, others))
     lost = [name for name in _EXTRAS if name in wanted - _extras(run.cache)]
     return f"{run.name}: without {', '.join(lost)}" if lost else ""
@@ -231,10 +248,10 @@ def _show(runs: list[Run], facts: dict[str, Any], args: argparse.Namespace) -> N
 
 
 def _remarks(facts: dict[str, Any]) -> list[str]:
-    """What a reader should know before the tables."""
+    """Return the remarks to print before the tables."""
     lines = []
     if facts["recording"]["over"] is None:
-        lines.append("the recording breaks off: what came last may be missing")
+        lines.append("the recording is incomplete: its last events may be missing")
     elif facts["recording"]["over"] != "closed":
         lines.append(f"the recording ended early: {facts['recording']['over']}")
     if facts["recording"]["dead"] is not None:
@@ -242,11 +259,11 @@ def _remarks(facts: dict[str, Any]) -> list[str]:
     lines += [f"not as recorded: {each}" for each in facts.get("inexact", ())]
     lines += facts.get("without", ())
     if facts.get("difference") is not None:
-        lines.append(f"this version decides otherwise, and stopped there: {facts['difference']}")
+        lines.append(f"this version decides differently, and the replay stopped there: {facts['difference']}")
     if "cost" in facts:
         cost = facts["cost"]
         prices = f"{1e3 * cost['step_seconds']:.3f} ms + {1e6 * cost['prompt_token_seconds']:.2f} us / prompt token"
-        told = f"{prices} + {1e6 * cost['row_seconds']:.2f} us / decoding row"
+        note = f"{prices} + {1e6 * cost['row_seconds']:.2f} us / decoding row"
         fitted = f"fitted to {cost['fitted_steps']} of {cost['steps']} steps, {cost['error']:.0%} off over all"
-        lines.append(f"a step takes {told}: {fitted}")
+        lines.append(f"a step takes {note}: {fitted}")
     return lines

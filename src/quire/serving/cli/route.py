@@ -1,4 +1,4 @@
-"""`quire route`: one address in front of several servers."""
+"""`quire route`: a router in front of several servers."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ EXAMPLES = {
         f"two servers behind http://127.0.0.1:{DEFAULT_ROUTER_PORT}"
     ),
     "quire route --replica a=http://10.0.0.1:8000 --replica b=http://10.0.0.2:8000 --admin-key-file admin.txt": (
-        "named replicas, and /router/replicas to add, drain and remove them"
+        "named replicas, and /router/replicas for an admin to add, drain and remove replicas"
     ),
     "quire route --host 0.0.0.0 --replicas-check-keys --replica http://10.0.0.1:8000": (
-        "reachable from elsewhere, where the replicas ask for API keys themselves"
+        "reachable from other machines; the replicas check API keys"
     ),
 }
 _BALANCE, _WAITS = BalanceConfig(), WaitConfig()
 _WAIT_FLAGS = {
-    "connect_timeout": ("connect", "how long a replica may take to accept a connection"),
-    "first_byte_timeout": ("head", "how long a replica may take to begin its response"),
-    "idle_timeout": ("idle", "how long a response may pause"),
-    "health_interval": ("health_interval", "between two health checks of a replica"),
-    "health_timeout": ("health", "how long a replica may take to answer a health check"),
-    "drain_seconds": ("drain", "how long requests in flight may take to finish at the end"),
+    "connect_timeout": ("connect", "seconds that a replica may take to accept a connection"),
+    "first_byte_timeout": ("head", "seconds that a replica may take to begin its response"),
+    "idle_timeout": ("idle", "seconds that a response may pause"),
+    "health_interval": ("health_interval", "seconds between two health checks of a replica"),
+    "health_timeout": ("health", "seconds that a replica may take to answer a health check"),
+    "drain_seconds": ("drain", "seconds that requests in flight may take to finish after SIGTERM"),
 }
 
 
 def add_route(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "route",
-        help="route requests to several servers, each to the one that has its prompt cached",
-        description="Route requests to several OpenAI-compatible servers, each to the one that probably has its prompt "
-        "cached and is not overloaded. Retries elsewhere what a server fails before the first byte of its response.",
+        help="route requests to several servers, each to one that probably has its prompt cached",
+        description="Route requests to several OpenAI-compatible servers, each to one that probably has its prompt "
+        "cached and is not overloaded. If a server fails before its first byte, another one gets the request.",
         **examples(EXAMPLES),
     )
     add_debug(parser)
@@ -64,56 +64,71 @@ def add_route(commands: Commands[OneLineParser]) -> None:
         action="append",
         default=[],
         metavar="[NAME=]URL",
-        help="a server: http://HOST:PORT, https://HOST:PORT or unix:PATH, maybe with a name before it; repeatable",
+        help="a server: http://HOST:PORT, https://HOST:PORT or unix:PATH, with an optional name; repeatable",
     )
     _add_address(parser)
     _add_balance(parser)
-    group = parser.add_argument_group("waits, in seconds")
+    group = parser.add_argument_group("timeouts, in seconds")
     for flag, (field, text) in _WAIT_FLAGS.items():
         default: float = getattr(_WAITS, field)
         group.add_argument(f"--{flag.replace('_', '-')}", type=float, default=default, metavar="S",
                            help=f"{text} ({default:g})")  # fmt: skip
     group = parser.add_argument_group("logs")
     group.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), help="(info; on a terminal warning)"
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        help="least severe messages to log (info; on a terminal: warning)",
     )
-    group.add_argument("--log-format", choices=("text", "json"), default="text", help="(text)")
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="format of log lines (text)")
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("address and access")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need an API key")
     group.add_argument(
-        "--port", type=int, default=DEFAULT_ROUTER_PORT, help=f"port to listen on; 0 is any ({DEFAULT_ROUTER_PORT})"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; other addresses than the loopback need an API key (127.0.0.1)",
     )
-    group.add_argument("--uds", metavar="PATH", help="listen on this UNIX socket instead of host and port")
-    group.add_argument("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="its private key, where the certificate's file has none")
-    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask clients for it; repeatable")
     group.add_argument(
-        "--api-key-file", metavar="FILE", help="one key per line; safer than --api-key, which `ps` shows"
+        "--port",
+        type=int,
+        default=DEFAULT_ROUTER_PORT,
+        help=f"port to listen on; 0: any free port ({DEFAULT_ROUTER_PORT})",
+    )
+    group.add_argument("--uds", metavar="PATH", help="listen on this UNIX socket instead of --host and --port")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain (PEM)")
+    group.add_argument(
+        "--ssl-keyfile", metavar="FILE", help="private key of --ssl-certfile, if that file does not contain it"
+    )
+    group.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="an API key that clients must send; repeatable"
+    )
+    group.add_argument(
+        "--api-key-file", metavar="FILE", help="file of API keys, one per line; safer than --api-key, which `ps` shows"
     )
     group.add_argument(
         "--replicas-check-keys",
         action="store_true",
-        help="the replicas ask for API keys, and the router passes on what clients send",
+        help="let the replicas check API keys; the router forwards those of clients",
     )
     group.add_argument(
-        "--replica-key-file", metavar="FILE", help="send replicas the key in this file in place of the client's"
+        "--replica-key-file", metavar="FILE", help="send replicas the API key in this file instead of the client's"
     )
     group.add_argument(
-        "--admin-key", action="append", default=[], metavar="KEY", help="for /router/replicas; repeatable"
+        "--admin-key", action="append", default=[], metavar="KEY", help="a key for /router/replicas; repeatable"
     )
     group.add_argument(
-        "--admin-key-file", metavar="FILE", help="keys for /router/replicas, one per line; or QUIRE_ADMIN_KEY"
+        "--admin-key-file",
+        metavar="FILE",
+        help="file of keys for /router/replicas, one per line; or set QUIRE_ADMIN_KEY",
     )
-    group.add_argument("--open-metrics", action="store_true", help="/metrics asks for no key")
+    group.add_argument("--open-metrics", action="store_true", help="serve /metrics without an API key")
     group.add_argument(
         "--limit",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="change a limit, like body_bytes=16777216; repeatable; docs/reference/http_api.md lists them",
+        help="change a limit, like body_bytes=16777216; docs/reference/http_api.md lists them; repeatable",
     )
 
 
@@ -121,10 +136,15 @@ def _add_balance(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("choice of the replica")
     factor, slack, guess = _BALANCE.load_factor, _BALANCE.load_slack, DEFAULT_CACHE_TOKENS
     table: tuple[tuple[str, type, float | None, str], ...] = (
-        ("--cache-tokens", int, None, f"tokens that the cache of one replica holds (what it reports, else {guess})"),
-        ("--load-factor", float, factor, f"a replica with more than N times the mean load is overloaded ({factor:g})"),
-        ("--load-slack", float, slack, f"requests that a replica may have beyond that ({slack:g})"),
-        ("--max-attempts", int, 3, "replicas that one request is sent to, one after the other (3)"),
+        ("--cache-tokens", int, None, f"tokens in the prefix cache of one replica (as it reports, else {guess})"),
+        (
+            "--load-factor",
+            float,
+            factor,
+            f"a replica is overloaded above N times the mean load plus --load-slack ({factor:g})",
+        ),
+        ("--load-slack", float, slack, f"requests added to the limit of --load-factor ({slack:g})"),
+        ("--max-attempts", int, 3, "most replicas to which one request is sent, one after the other (3)"),
     )
     for flag, kind, default, text in table:
         group.add_argument(flag, type=kind, default=default, metavar="N", help=text)
@@ -163,7 +183,7 @@ def run_route(args: argparse.Namespace) -> int:
 
 
 def _reload(router: Router, config: RouterConfig, keys: KeySources) -> None:
-    """Read the keys again. If they are bad, those in force stay."""
+    """Read the keys again. If they are invalid, the current ones stay in use."""
     try:
         digests = keys.digests()
     except ConfigError as error:
@@ -174,7 +194,7 @@ def _reload(router: Router, config: RouterConfig, keys: KeySources) -> None:
 
 
 def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
-    """Return the router that the flags describe, and where its keys come from. Raises ConfigError."""
+    """Return the router configuration of the flags, and the sources of its keys. Raises ConfigError."""
     from quire.config.environment import read_environment
     from quire.config.keys import KeySources, read_key_file
     from quire.config.server import AccessConfig, ListenConfig
@@ -194,7 +214,7 @@ def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
     if args.uds is None:
         check_host("host", args.host, has_keys=bool(digests.key_digests) or args.replicas_check_keys)
     listen = ListenConfig(uds=socket_path("uds", args.uds), tls_cert=args.ssl_certfile, tls_key=args.ssl_keyfile)
-    make_context(listen)  # raises for files that cannot be used
+    make_context(listen)  # raises ConfigError for invalid files
     replica_key = None
     if args.replica_key_file is not None:
         replica_key = read_key_file("replica_key_file", args.replica_key_file)[0]

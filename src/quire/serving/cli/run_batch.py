@@ -1,4 +1,4 @@
-"""`quire run-batch`: answers the requests of a JSONL file, with a server of its own or one that runs."""
+"""`quire run-batch`: answers the requests of a JSONL file, by a server that it starts or one that already runs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from quire.types.errors import ConfigError, InvalidRequest, QuireError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/generate", "/v1/responses")
 MAX_LINE = 64 * 2**20  # bytes; the server's own limit is lower
-MAX_TRIES = 5  # of a request that did not reach the server or during which its engine went down
+MAX_TRIES = 5  # of a request that did not reach the server, or whose engine ended
 MAX_CONCURRENCY = 4_096
 _PR_SET_PDEATHSIG = 1
 _READY = re.compile(r"Quire serves .* on (http://\S+) \(ready")
 _OWN_FLAGS = ("help", "input_file", "output_file", "url", "concurrency", "api_key", "log_level", "debug")
-_ADDRESS: dict[str, Any] = {  # of the server that a run starts: it serves this run alone
+_ADDRESS: dict[str, Any] = {  # settings of the server that a run starts for itself
     "host": "127.0.0.1",
     "port": 0,
     "uds": None,
@@ -52,7 +52,8 @@ _ADDRESS: dict[str, Any] = {  # of the server that a run starts: it serves this 
 
 
 class _RefusedFlag(argparse.Action):
-    """A flag of `quire serve` that says where a server listens, or what is loaded while it runs."""
+    """A flag of `quire serve` that makes no sense for the server of a batch: its address, or what clients load while it
+    runs."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_args: Any) -> None:
         flag = self.option_strings[0]
@@ -62,20 +63,24 @@ class _RefusedFlag(argparse.Action):
 def add_run_batch(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "run-batch",
-        help="answer the requests of a JSONL file",
+        help="answer the requests of a JSONL batch file",
         description="Answer the requests of a file in OpenAI's batch format, one JSON object per line, and write one "
-        "result per line as they come. Run it again to continue: lines that succeeded are kept, others tried again.",
+        "result per line as requests finish. Run it again to continue: successful requests are kept, others repeated.",
         **examples(
             {
-                "quire run-batch -i in.jsonl -o out.jsonl": "with the default model",
-                "quire run-batch -i in.jsonl -o out.jsonl --url http://127.0.0.1:8000": "with a server that runs",
+                "quire run-batch -i in.jsonl -o out.jsonl": "with the default model, in a server for this batch",
+                "quire run-batch -i in.jsonl -o out.jsonl --url http://127.0.0.1:8000": "with a running server",
             }
         ),
     )
-    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="the requests, JSON lines")
-    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="where the results go, JSON lines")
-    parser.add_argument("--url", help="a running server to ask, in place of one that the flags below describe")
-    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests that run at once (32)")
+    parser.add_argument(
+        "-i", "--input-file", required=True, metavar="FILE", help="file with the requests, one JSON object per line"
+    )
+    parser.add_argument(
+        "-o", "--output-file", required=True, metavar="FILE", help="file for the results, one JSON object per line"
+    )
+    parser.add_argument("--url", help="use the running server at this URL instead of starting one")
+    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="most requests that run at once (32)")
     add_serve_flags(parser)
     parser.set_defaults(log_level="warning", **_ADDRESS)
     described = {action.dest: action.default for action in parser._actions if action.dest not in _OWN_FLAGS}
@@ -90,7 +95,7 @@ def run_batch(args: argparse.Namespace) -> int:
         raise ConfigError("concurrency", f"must be in [1, {MAX_CONCURRENCY}], got {args.concurrency}")
     for name, default in args.server_flags.items() if args.url is not None else ():
         if getattr(args, name, default) != default:
-            raise ConfigError(name.removesuffix("_name"), "is decided by the server at --url", "leave it out")
+            raise ConfigError(name.removesuffix("_name"), "is a setting of the server at --url", "leave it out")
     source, target = Path(args.input_file), Path(args.output_file)
     with _opened(source) as requests, _locked(target):
         _check_target(source, target)
@@ -104,7 +109,7 @@ def run_batch(args: argparse.Namespace) -> int:
 
 
 class BatchFile:
-    """Answers the lines of one file with threads, and appends each result to `target` when it comes."""
+    """Answers the lines of one file with threads, and appends each result to `target` when it arrives."""
 
     def __init__(self, server: Server, target: Path, done: set[str]) -> None:
         self._server, self._target, self._done = server, target, done
@@ -113,7 +118,7 @@ class BatchFile:
         self.num_succeeded = self.num_failed = 0
 
     def answer(self, requests: BinaryIO, concurrency: int) -> None:
-        """Answer all lines. Raises RemoteError if the server is gone; what was answered is kept."""
+        """Answer all lines. Raises RemoteError if the server is gone; results so far are kept."""
         seen: set[str] = set()
         running: set[Future[None]] = set()
         with self._target.open("ab") as output, ThreadPoolExecutor(concurrency) as pool:
@@ -133,7 +138,7 @@ class BatchFile:
                 raise
 
     def _read(self, number: int, text: bytes | None, seen: set[str], output: BinaryIO) -> BatchLine | None:
-        """Read a line; one that is wrong is answered with an error."""
+        """Read a line. For an invalid line, write an error result and return None."""
         try:
             if text is None:
                 raise InvalidRequest(f"line {number}", f"is above {MAX_LINE} bytes", "split it")
@@ -149,7 +154,7 @@ class BatchFile:
 
     @staticmethod
     def _collect(running: set[Future[None]]) -> set[Future[None]]:
-        """Wait for one and raise its error. Returns those that still run."""
+        """Wait for a request to end, and raise its error if it failed. Returns the requests that still run."""
         done, rest = wait(running, return_when=FIRST_COMPLETED)
         for future in done:
             future.result()
@@ -168,7 +173,7 @@ class BatchFile:
         self._write(output, made, is_failure=answer.status != 200)
 
     def _ask(self, line: BatchLine) -> RawAnswer | None:
-        """Send a line, again where the server was full or not there. None: the run ends."""
+        """Send a line. Tries again if the server is full or unavailable. Returns None if the run was stopped."""
         body, num_tries = json.dumps(line.body).encode(), 0
         while not self._stopped.is_set():
             try:
@@ -205,23 +210,24 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _check_target(source: Path, target: Path) -> None:
-    """Refuse a file that this run must not rewrite: the requests themselves, a device, and what holds no results."""
+    """Refuse an output file that must not be overwritten: the input file, a device, or a file that has other lines than
+    results."""
     if not target.exists():
         return
     if target.samefile(source):
         raise ConfigError("output_file", f"{target} is the input file too", "choose another")
     if not target.is_file():
-        raise ConfigError("output_file", f"{target} is no plain file", "choose another")
+        raise ConfigError("output_file", f"{target} is not a plain file", "choose another")
     with target.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not is_result(line):
-                reason = f"{target} exists, and line {number} of it is no result of a batch"
+                reason = f"{target} exists, and line {number} of it is not the result of a batch request"
                 raise ConfigError("output_file", reason, "choose another, or remove it")
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other runs from writing the same file meanwhile."""
+    """Lock `path` against other runs that write the same file."""
     lock_path = path.with_name(path.name + ".lock")
     try:
         lock = lock_path.open("wb")
@@ -240,7 +246,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _server(args: argparse.Namespace) -> Iterator[Server]:
-    """The server at --url, or one of our own while the block runs."""
+    """Return the server at --url, or start one that runs until the context ends."""
     if args.url is not None:
         yield Server(args.url, args.api_key[0] if args.api_key else None)
         return
@@ -264,9 +270,9 @@ def _server(args: argparse.Namespace) -> Iterator[Server]:
 
 
 def _serve(args: argparse.Namespace, reading: int, writing: int) -> int:
-    """In the child: serve until the parent ends it or is gone."""
+    """Run the server in the child process until the parent stops it or ends."""
     os.close(reading)
-    os.setsid()  # what interrupts the parent does not interrupt requests that could finish
+    os.setsid()  # so that Ctrl-C does not reach the server, which can still finish requests
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         from quire.serving.cli.serve import server_config

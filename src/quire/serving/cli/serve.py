@@ -1,4 +1,4 @@
-"""`quire serve`: flags -> one ServerConfig -> the supervisor."""
+"""`quire serve`: turns the flags into one ServerConfig and runs the supervisor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
 def run_serve(args: argparse.Namespace, engine: Spawned | None = None) -> int:
-    """`engine`: the engine process, if it was started before."""
+    """Run the server. `engine` is the engine process if it was started already. Returns the exit code."""
     check_installed()
     from quire.serving.process.supervisor import Supervisor
 
@@ -48,7 +48,7 @@ def run_serve(args: argparse.Namespace, engine: Spawned | None = None) -> int:
 
 
 def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
-    """Return the server that the flags describe, and where its keys come from. Raises ConfigError."""
+    """Return the server configuration of the flags, and the sources of its keys. Raises ConfigError."""
     keys = _keys(args)
     access = _access(args, keys)
     if args.uds is None:
@@ -64,7 +64,7 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
             least = "0 or more" if may_be_0 else "above 0"
             raise ConfigError(name, f"must be {least}, in seconds, got {value:g}", "give a number like 30")
     engine = EngineArguments(**engine_settings(args))
-    read_arguments(engine)  # raises for what is impossible with every model, before one is loaded
+    read_arguments(engine)  # raises for settings that are invalid for every model
     config = ServerConfig(
         source=_source(args),
         engine=engine,
@@ -119,7 +119,8 @@ def _source(args: argparse.Namespace) -> ModelSource:
 
 
 def _template_kwargs(values: dict[str, Any]) -> dict[str, Any]:
-    """Whether the template reads them is known once the model is loaded."""
+    """Check the default variables of the chat template. Whether the template reads them is checked when the model is
+    loaded."""
     from quire.serving.http.limits import Limits
     from quire.serving.http.validators.prompts import TemplateVariables
 
@@ -133,7 +134,7 @@ def _keys(args: argparse.Namespace) -> KeySources:
     environment = read_environment()
     in_environment = {API_KEY: environment.api_key, ADMIN_KEY: environment.admin_key}
     for name, key in in_environment.items():
-        digests(name, () if key is None else (key,))  # raises with the variable's name
+        digests(name, () if key is None else (key,))  # raises ConfigError that names the variable
     api = (*args.api_key, *filter(None, [environment.api_key]))
     admin = (*args.admin_key, *filter(None, [environment.admin_key]))
     made = secrets.token_urlsafe(24) if args.admin and not admin and args.admin_key_file is None else None
@@ -148,7 +149,7 @@ def _keys(args: argparse.Namespace) -> KeySources:
 
 
 def _shown_key(args: argparse.Namespace, keys: KeySources) -> str | None:
-    """The admin key to print, which only --show-admin-key asks for. Raises ConfigError where there is none."""
+    """Return the admin key to print, or None without --show-admin-key. Raises ConfigError if there is no admin key."""
     if not args.show_admin_key:
         return None
     if keys.admin_keys:
@@ -192,7 +193,7 @@ def _listen(args: argparse.Namespace, access: AccessConfig) -> ListenConfig:
     )
     if listen.uds is not None and listen.uds == listen.admin_uds:
         raise ConfigError("admin_uds", "is the same path as uds", "choose another")
-    make_context(listen)  # raises for files that cannot be used
+    make_context(listen)  # raises ConfigError for invalid files
     return listen
 
 
@@ -209,17 +210,17 @@ def socket_path(setting: str, path: str | None) -> str | None:
 def _root_path(text: str) -> str:
     path = text.rstrip("/")
     if path and (not _ROOT_PATH.fullmatch(path) or "/../" in f"{path}/" or "/./" in f"{path}/"):
-        raise ConfigError("root_path", f"{text!r} is no path", "write it like /llm")
+        raise ConfigError("root_path", f"{text!r} is not a path", "write it like /llm")
     return path
 
 
 def _origin(text: str) -> str:
-    """A web origin: scheme, host and maybe port, or * for any."""
+    """Check a web origin: scheme, host and optional port, or * for any. Raises ConfigError."""
     parts = urlsplit(text)
     if text != "*" and (
         parts.scheme not in ("http", "https") or not parts.netloc or f"{parts.scheme}://{parts.netloc}" != text
     ):
-        raise ConfigError("cors_origin", f"{text!r} is no origin", "write it like https://example.org")
+        raise ConfigError("cors_origin", f"{text!r} is not an origin", "write it like https://example.org")
     return text
 
 
@@ -249,12 +250,13 @@ def read_limits(given: list[str]) -> dict[str, int]:
         if not equals or not value.isascii() or not value.isdigit() or len(value) > 18:
             raise ConfigError("limit", f"{item!r} is not NAME=VALUE with a whole number", "like --limit n=16")
         changes[name.strip()] = int(value)
-    Limits(changes)  # raises for a name or value that is none
+    Limits(changes)  # raises for an unknown name or invalid value
     return changes
 
 
 def _files_dir(path: str | None) -> str | None:
-    """The folder of uploaded files, made if it is not there. Raises ConfigError if it cannot be written."""
+    """Return the absolute path of the folder for uploaded files, and create it if necessary. Raises ConfigError if it
+    cannot be written."""
     if path is None:
         return None
     folder = Path(path).expanduser().absolute()
@@ -288,7 +290,7 @@ def _trace_endpoint(url: str | None) -> str | None:
     if url is None:
         return None
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ConfigError("trace_endpoint", f"{url!r} is no URL", "like http://127.0.0.1:4318/v1/traces")
+        raise ConfigError("trace_endpoint", f"{url!r} is not a URL", "like http://127.0.0.1:4318/v1/traces")
     from quire.observability.tracing import check_installed
 
     check_installed()
@@ -304,18 +306,19 @@ def _prefill(args: argparse.Namespace, engine: EngineArguments) -> PrefillConfig
     for url in args.prefill_url:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
-            raise ConfigError("prefill_url", f"{url!r} is no URL of a server", "like http://127.0.0.1:8001")
+            raise ConfigError("prefill_url", f"{url!r} is not the URL of a server", "like http://127.0.0.1:8001")
     check_range("prefill_min_tokens", args.prefill_min_tokens, 1, 2**31)
     return PrefillConfig(urls=tuple(args.prefill_url), min_tokens=args.prefill_min_tokens, timeout=args.prefill_timeout)
 
 
 def default_log_level(log_format: str) -> str:
-    """A person at a terminal sees progress and the address, and then only what is wrong."""
+    """Return "warning" for text logs on a terminal, where the supervisor prints progress and the address, otherwise
+    "info"."""
     return "warning" if log_format == "text" and sys.stderr.isatty() else "info"
 
 
 def check_installed() -> None:
-    """Raise ConfigError, naming the fix, if a package of the `server` extra is missing."""
+    """Raise ConfigError that names the fix if a package of the `server` extra is missing."""
     from importlib.util import find_spec
 
     needed = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "zmq", "prometheus_client")

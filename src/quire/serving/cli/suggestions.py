@@ -1,5 +1,4 @@
-"""What the command line answers to a flag or command it does not know: the closest own one, or the one that other
-engines' users mean."""
+"""Suggestions for unknown flags and commands: the closest name, or the equivalent of another engine's name."""
 
 from __future__ import annotations
 
@@ -64,17 +63,17 @@ FLAGS = {
     "--otlp-traces-endpoint": "--trace-endpoint",
     "--max-new-tokens": "--max-tokens",
 }
-_MIN_BEGINNING = 4  # characters of a flag that are more than a letter or two
+_MIN_BEGINNING = 4  # a flag must be longer than this to be completed
 
 
 def closest_command(name: str, known: Iterable[str]) -> str | None:
-    """Return the command that somebody who typed `name` means, if there is one."""
+    """Return the known command that is the equivalent of `name` or the closest to it, or None."""
     meant = COMMANDS.get(name)
     return meant if meant in (names := tuple(known)) else next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
 def unknown_flags(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """Return what to say about arguments that `parser` does not know."""
+    """Return the error message for arguments that `parser` does not know."""
     names = {flag: flag for flag in parser._option_string_actions if flag.startswith("--")}
     names = {flag: own for flag, own in FLAGS.items() if own in names} | names
     hints: list[str] = []

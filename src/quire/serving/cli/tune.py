@@ -1,4 +1,4 @@
-"""`quire tune`: find the fastest tilings of a model's products on this GPU and keep them for later."""
+"""`quire tune`: finds the fastest tilings of a model's gemms on this GPU and stores them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from quire.serving.cli.arguments import Commands, OneLineParser, add_model, exam
 def add_tune(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
         "tune",
-        help="find the fastest kernels for a model on this GPU",
-        description="Try ways to run a model's products on this GPU and keep the fastest for every engine that starts.",
+        help="find the fastest kernel tilings for a model on this GPU",
+        description="Measure tilings of a model's gemms on this GPU and store the fastest for later starts.",
         **examples(
             {
-                "quire tune --model qwen3-0.6b": "for bfloat16 weights",
-                "quire tune --model org/name --quantization fp8": "for an engine with the same flag",
+                "quire tune --model qwen3-0.6b": "tune for bfloat16 weights",
+                "quire tune --model org/name --quantization fp8": "tune for engines with --quantization fp8",
             }
         ),
     )
     add_model(parser)
-    parser.add_argument("--quantization", choices=("fp8",), help="of the layers' weights; none when left out")
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each product instead of a table")
+    parser.add_argument(
+        "--quantization", choices=("fp8",), help="tune for weights that are quantized so while loading (as stored)"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each gemm instead of a table")
 
 
 def run_tune(args: argparse.Namespace) -> int:
-    """Raises QuireError without a GPU that can run the kernels."""
+    """Tune a model's gemms. Raises QuireError without a GPU that can run the kernels."""
     from quire.runtime.gauging import find_gpu, tune_products
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.loading.resolve import resolve_model
@@ -37,7 +39,7 @@ def run_tune(args: argparse.Namespace) -> int:
     model = read_model_config(resolve_model(args.model))
     check_generates(model.architecture)
     if not args.json:
-        print(f"{'product':<12}{'rows':>6}{'kind':>6}{'was us':>10}{'best us':>10}{'library us':>12}  tiling")
+        print(f"{'gemm':<12}{'rows':>6}{'kind':>6}{'was us':>10}{'best us':>10}{'library us':>12}  tiling")
 
     def report(trial: dict[str, Any]) -> None:
         print(json.dumps(trial) if args.json else line_of(trial), flush=True)
@@ -48,7 +50,7 @@ def run_tune(args: argparse.Namespace) -> int:
 
 
 def line_of(trial: dict[str, Any]) -> str:
-    """One product as a line of the table."""
+    """Return one trial as a line of the table."""
     library = "-" if trial["library_us"] is None else f"{trial['library_us']:.1f}"
     times = f"{trial['present_us']:>10.1f}{trial['best_us']:>10.1f}{library:>12}"
     return f"{trial['layer']:<12}{trial['rows']:>6}{trial['kind']:>6}{times}  {trial['tiling']}"

@@ -1,5 +1,5 @@
-"""Flags of vLLM on Quire's command line: those with another name here are translated, those that ask for nothing are
-accepted, and the others are refused with what to use instead."""
+"""vLLM's flags on Quire's command line: flags with another name here are translated, flags without effect are accepted,
+and all others are refused with an alternative."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ logger = logging.getLogger("quire")
 
 HIGHEST_LOGPROBS = 2**20  # a limit that no vocabulary exceeds
 _SHORT = {"-dp": "--data-parallel-size"}
-_ALWAYS = (None, False, True)  # what it turns on is always there
+_ALWAYS = (None, False, True)  # the feature is always on, or never
 
 OF_SERVERS: dict[str, NoEffect] = {
     # tools and templates
     "enable_auto_tool_choice": NoEffect(_ALWAYS),
     "exclude_tools_when_tool_choice_none": NoEffect(_ALWAYS),
-    "tool_parser_plugin": NoEffect((None, ""), "use --tool-call-parser; no code of others is loaded"),
+    "tool_parser_plugin": NoEffect((None, ""), "use --tool-call-parser; no foreign code is loaded"),
     "tool_server": NoEffect((None,), "the client runs its tools; leave it out"),
     "enable_reasoning": NoEffect(_ALWAYS),
-    "chat_template_content_format": tuning("messages are given to the template as it reads them", "auto"),
+    "chat_template_content_format": tuning("messages are converted to what the template reads", "auto"),
     "trust_request_chat_template": NoEffect(OFF, "use --chat-template; requests cannot bring a template"),
-    "response_role": NoEffect((None, "assistant"), "answers are the assistant's; leave it out"),
+    "response_role": NoEffect((None, "assistant"), "answers always have the role assistant; leave it out"),
     # answers
     "return_tokens_as_token_ids": NoEffect(OFF, "send return_tokens_as_token_ids with each request"),
     "enable_prompt_tokens_details": NoEffect(_ALWAYS),
     "enable_per_request_metrics": tuning("send the header X-Quire-Explain, or use --trace-endpoint", False),
     "enable_request_id_headers": NoEffect(_ALWAYS),
-    "fingerprint_mode": tuning("system_fingerprint tells version, model and settings", "full", "hash"),
+    "fingerprint_mode": tuning("system_fingerprint is a hash of version, model, dtype and device", "full", "hash"),
     # pages
     "enable_server_load_tracking": NoEffect(_ALWAYS),
     "enable_tokenizer_info_endpoint": NoEffect(_ALWAYS),
-    "disable_fastapi_docs": tuning("there is /openapi.json alone", False),
-    "enable_offline_docs": tuning("there is /openapi.json alone", False),
+    "disable_fastapi_docs": tuning("only /openapi.json is served", False),
+    "enable_offline_docs": tuning("only /openapi.json is served", False),
     # logs
     "log_config_file": tuning("use --log-level and --log-format"),
     "uvicorn_log_level": tuning("use --log-level", "info"),
@@ -48,10 +48,10 @@ OF_SERVERS: dict[str, NoEffect] = {
     "enable_log_deltas": NoEffect(_ALWAYS),
     "log_error_stack": tuning("use --log-level debug", False),
     # connections
-    "middleware": NoEffect((None, []), "no code of others is loaded; put a proxy before the server"),
-    "allow_credentials": NoEffect(OFF, "pages of an origin of --cors-origin send keys in headers; leave it out"),
-    "allowed_methods": tuning("those of the API are allowed", ["*"]),
-    "allowed_headers": tuning("those of the API are allowed", ["*"]),
+    "middleware": NoEffect((None, []), "no foreign code is loaded; put a proxy before the server"),
+    "allow_credentials": NoEffect(OFF, "pages of --cors-origin send API keys in headers, not in cookies; leave it out"),
+    "allowed_methods": tuning("all methods of the API are allowed", ["*"]),
+    "allowed_headers": tuning("all headers of the API are allowed", ["*"]),
     "ssl_ca_certs": NoEffect((None,), "certificates of clients are not checked; use --api-key"),
     "ssl_cert_reqs": NoEffect((None, 0), "certificates of clients are not checked; use --api-key"),
     "ssl_ciphers": NoEffect((None,), "put a proxy before the server"),
@@ -63,7 +63,7 @@ OF_SERVERS: dict[str, NoEffect] = {
 
 
 def split_vllm_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, Any]]]:
-    """Split a command line into the words for `parser`, and flags that only vLLM has, with their values."""
+    """Split a command line into the words for `parser`, and the flags that only vLLM has, with their values."""
     own: list[str] = []
     foreign: list[tuple[str, Any]] = []
     waiting = list(words)
@@ -86,8 +86,8 @@ def split_vllm_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> t
 
 
 def take_vllm_flags(foreign: Sequence[tuple[str, Any]], parsed: argparse.Namespace) -> None:
-    """Put flags of vLLM into `parsed` under their names here. Raises ConfigError for what is not supported."""
-    no_effect = NO_EFFECT | OF_SERVERS  # those of servers are not read from other command lines
+    """Set vLLM's flags in `parsed` under Quire's names. Raises ConfigError for unsupported values."""
+    no_effect = NO_EFFECT | OF_SERVERS  # `split_vllm_flags` reads those of servers only for servers
     for name, value in foreign:
         if name == "max_logprobs" and hasattr(parsed, "limit"):
             parsed.limit = [*parsed.limit, f"logprobs={HIGHEST_LOGPROBS if value == -1 else value}"]
@@ -104,7 +104,7 @@ def take_vllm_flags(foreign: Sequence[tuple[str, Any]], parsed: argparse.Namespa
 
 
 def _no_effect(parser: argparse.ArgumentParser) -> dict[str, NoEffect]:
-    """The flags of vLLM that Quire does not read, of one command."""
+    """Return the flags of vLLM that have no effect on one command."""
     is_server = "--limit" in parser._option_string_actions
     return NO_EFFECT | OF_SERVERS if is_server else NO_EFFECT
 
@@ -114,7 +114,7 @@ def _is_vllms(name: str, no_effect: Mapping[str, NoEffect]) -> bool:
 
 
 def _read(text: str) -> Any:
-    """Return a number, a truth value or an object for its JSON, other text as it is."""
+    """Parse JSON (numbers, true, false, objects), or return the text unchanged."""
     try:
         return json.loads(text.lower() if text.lower() in ("true", "false") else text)
     except ValueError:

@@ -18,7 +18,7 @@ from quire.serving.dispatch.quarantine import Quarantine
 from quire.serving.dispatch.request_queue import RequestQueue
 from quire.serving.dispatch.retries import RetryQueue
 from quire.serving.dispatch.token_router import BatchUpdate, TokenRouter
-from quire.serving.outputs import own_fault
+from quire.serving.outputs import request_fault
 from quire.serving.process.edge_loads import EdgeLoadTable
 from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.text.tokenizer import Tokenizer
@@ -225,7 +225,7 @@ class Dispatcher:
             assert request.finished is not None
             if request.finished.error is not None:
                 logger.error("request %s: %s", request.submit.request_id, request.finished.error)
-                fault = own_fault(request.finished)
+                fault = request_fault(request.finished)
                 request.mailbox.fail(Failure("engine_error") if fault is None else Failure("refused", fault))
             else:
                 self._quarantine.clear(request.submit)

@@ -10,7 +10,7 @@ from quire.engine.submission import num_sequences
 from quire.serving.dispatch.mailbox import Delta, Mailbox
 from quire.serving.dispatch.observer import RequestRecord
 from quire.serving.dispatch.quarantine import MAX_CRASHES
-from quire.serving.outputs import RequestFollower, SampleText, WatchMaker, settled
+from quire.serving.outputs import RequestFollower, SampleText, WatchMaker, cut_at_stop
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.ledger import LedgerEntry
 from quire.types.output import Finished, SampleEnd
@@ -157,7 +157,7 @@ class InFlightRequest:
             rest = follower.text.finish()
             if self.streams:
                 follower.release()
-                end = settled(end, follower.text)
+                end = cut_at_stop(end, follower.text)
                 choice = self.first_choice + follower.index
                 self.mailbox.put(Delta(choice, rest, (), (), end.finish_reason, end.stop_reason))
 

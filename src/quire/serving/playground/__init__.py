@@ -1,4 +1,4 @@
-"""The playground's files: a static page that speaks only the HTTP API. Read once, held in memory."""
+"""The playground's static files. The page uses only the HTTP API. Files are read once and kept in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MEDIA_TYPES = {
 
 @cache
 def files() -> Mapping[str, tuple[bytes, str]]:
-    """Every file by its name, as (content, media type). `INDEX` belongs at `/`, each of them under `/playground/`."""
+    """Return every file by its name, as (content, media type). `INDEX` is served at `/`, every file under
+    `/playground/`."""
     found = {}
     for entry in resources.files(__name__).joinpath("static").iterdir():
         media_type = MEDIA_TYPES.get(PurePosixPath(entry.name).suffix)
@@ -31,6 +32,6 @@ def files() -> Mapping[str, tuple[bytes, str]]:
 
 @cache
 def etag(name: str) -> str:
-    """The strong validator of a file: it changes with every byte. Raises KeyError for an unknown name."""
+    """Return the strong ETag of a file, a hash of its content. Raises KeyError for an unknown name."""
     content, _ = files()[name]
     return f'"{hashlib.sha256(content).hexdigest()[:32]}"'

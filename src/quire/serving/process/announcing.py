@@ -1,4 +1,4 @@
-"""What `quire serve` says on the terminal: how far loading is, and where to go."""
+"""What `quire serve` prints on the terminal: loading progress, and the address when it is ready."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.serving.terminal import LoadingProgress
 
 
 class Announcer:
-    """Progress bars on a terminal, one plain line per phase elsewhere; then the ready line."""
+    """Prints progress bars on a terminal, or one plain line per phase elsewhere, and then the ready line."""
 
     def __init__(self, *, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out, self._err = out or sys.stdout, err or sys.stderr
@@ -17,7 +17,7 @@ class Announcer:
         self._phase = ""
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """How far a phase is, in its own units; the callback of loaders."""
+        """Show the progress of a phase, in its own units. This is the progress callback of loaders."""
         if self._bars is not None:
             self._bars(what, done, total)
         elif what != self._phase:
@@ -30,7 +30,7 @@ class Announcer:
         self._phase = ""
 
     def ready(self, name: str, url: str, seconds: float, playground: str | None, key_file: str | None = None) -> None:
-        """Say that the server is up. `playground` is an address with an admin key, which only its user may see."""
+        """Print that the server is ready. `playground` is an address that contains an admin key."""
         self.end_progress()
         print(f"Quire serves {name} on {url} (ready in {seconds:.1f} s)", file=self._out, flush=True)
         if playground is not None:

@@ -1,4 +1,5 @@
-"""What the processes that the supervisor starts have in common: how they begin, report and end."""
+"""What all processes that the supervisor starts have in common: their start, their progress reports and their exit
+codes."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from quire.serving.process.control import ControlChannel, LoadProgress
 from quire.serving.process.spawning import die_with_parent
 from quire.types.errors import ConfigError
 
-EXIT_ORPHANED = 70  # the supervisor is gone
-EXIT_FAILED = 71  # it could not start; the cause was sent to the supervisor
+EXIT_ORPHANED = 70  # the supervisor has ended
+EXIT_FAILED = 71  # the process could not start; it sent the cause to the supervisor
 EXIT_ENGINE_DEAD = 72  # the executor failed while serving
 
 _STDERR = 2
@@ -21,10 +22,10 @@ _REPORT_SECONDS = 0.1  # between two reports of the same phase
 
 
 def enter_child(arguments: list[str]) -> ControlChannel:
-    """Tie this process to its supervisor and open the control channel named on the command line.
+    """Tie this process to its supervisor and open the control channel whose file descriptor is on the command line.
 
-    The kernel kills the process when the supervisor dies. Ctrl-C and SIGTERM are left to the supervisor, which is told
-    too and decides; SIGUSR1 writes the stacks of all threads to stderr.
+    The kernel kills the process when the supervisor dies. The process ignores SIGINT and SIGTERM, which the supervisor
+    handles. SIGUSR1 writes the stacks of all threads to stderr.
     """
     if len(arguments) != 1 or not arguments[0].isdigit():
         raise ConfigError("control fd", "must be the one argument", "start this process through `quire serve`")
@@ -35,14 +36,14 @@ def enter_child(arguments: list[str]) -> ControlChannel:
     return ControlChannel.inherited(int(arguments[0]))
 
 
-def leave_orphaned() -> NoReturn:
-    """End this process at once: its supervisor is gone, and nobody would hear what it has to say."""
+def exit_orphaned() -> NoReturn:
+    """Exit at once, without cleanup, because the supervisor is gone."""
     os._exit(EXIT_ORPHANED)
 
 
 class ProgressReports:
-    """The progress callback of a process that downloads or loads a model. Sends the supervisor a few reports a
-    second."""
+    """The progress callback of a process that downloads or loads a model. Sends the supervisor at most one report per
+    0.1 s in each phase."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel

@@ -1,4 +1,4 @@
-"""A process of the server as its supervisor sees it."""
+"""The supervisor's handle of a process that it has started."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from quire.serving.process.control import BadControl, ControlMessage, Unpacker, 
 from quire.serving.process.spawning import Spawned, spawn
 
 _READ = 2**16
-_MAX_UNSENT = 16 * 2**20  # bytes; a child that leaves more unread is stuck
-_EXIT_SECONDS = 0.5  # from hanging up to the end of the process
+_MAX_UNSENT = 16 * 2**20  # bytes; a child that leaves more unread counts as ended
+_EXIT_SECONDS = 0.5  # from closing its socket to the end of the process
 _REAP_SECONDS = 5.0  # from SIGKILL to the end of the process
 
 
 class ChildProcess:
-    """A started `python -m module FD` and the supervisor's end of its control socket. Nothing here blocks.
+    """A started `python -m module FD` and the supervisor's end of its control socket. Only `reap` blocks.
 
-    It is over once `has_ended`: it exited, hung up, or left its messages unread; `reap` then makes sure of it.
+    `has_ended` is true when the process has exited, closed its socket, or does not read its messages. Then call `reap`.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         spawned: Spawned | None = None,
     ) -> None:
-        """`environment`: variables that differ from those of this process. `spawned`: the process, if it was started
-        before."""
+        """`environment` has the variables that differ from those of this process. `spawned` is a process that was
+        started already."""
         self._socket, self._process = spawned or spawn(module, inherit=inherit, environment=environment)
         self._socket.setblocking(False)
         self._unpacker = Unpacker()
         self._unsent = bytearray()
-        self._hung_up = False
+        self._is_closed = False
 
     @property
     def pid(self) -> int:
@@ -44,7 +44,7 @@ class ChildProcess:
 
     @property
     def has_ended(self) -> bool:
-        return self._hung_up or self._process.poll() is not None
+        return self._is_closed or self._process.poll() is not None
 
     @property
     def has_unsent(self) -> bool:
@@ -54,7 +54,7 @@ class ChildProcess:
         return self._socket.fileno()
 
     def send(self, message: ControlMessage) -> None:
-        """Queue a message; what the socket does not take now goes with `flush`."""
+        """Queue a message and send as much as the socket takes. `flush` sends the rest."""
         self._unsent += pack(message)
         self.flush()
 
@@ -63,22 +63,22 @@ class ChildProcess:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
         except BlockingIOError:
-            self._hung_up |= len(self._unsent) > _MAX_UNSENT
+            self._is_closed |= len(self._unsent) > _MAX_UNSENT
         except OSError:
             self._unsent.clear()
-            self._hung_up = True
+            self._is_closed = True
 
     def receive(self) -> list[ControlMessage]:
-        """What it has said since; notes when it hung up."""
+        """Return the messages that have arrived. Notes if the process has closed its socket."""
         messages: list[ControlMessage] = []
         try:
             while data := self._socket.recv(_READ):
                 messages.extend(self._unpacker.feed(data))
-            self._hung_up = True
+            self._is_closed = True
         except BlockingIOError:
             pass
         except (OSError, BadControl):
-            self._hung_up = True
+            self._is_closed = True
         return messages
 
     def dump_stacks(self) -> None:
@@ -88,12 +88,12 @@ class ChildProcess:
         self._signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, such as SIGTERM to let it drain."""
+        """Send a signal, for example SIGTERM to let the process drain."""
         self._signal(number)
 
     def reap(self) -> str:
-        """Make sure that the process is gone, close the socket, and say how it ended. Of a process that the system does
-        not let go, as a driver may hold it, it says that: others are served without it."""
+        """Wait for the end of the process, killing it if necessary, close the socket, and return how it ended, in
+        words. A killed process that does not end (a driver may block it) is left alone after 5 s."""
         code = self._wait(_EXIT_SECONDS)
         if code is None:
             self.kill()
@@ -104,7 +104,7 @@ class ChildProcess:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def _wait(self, seconds: float) -> int | None:
-        """Return its exit code; None: it has not ended in that time."""
+        """Return the exit code, or None if the process has not ended in that time."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:

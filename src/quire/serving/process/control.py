@@ -1,7 +1,8 @@
-"""What the supervisor and the processes it starts tell each other, over an inherited socket: framed, typed, no pickle.
+"""The messages between the supervisor and its child processes, over an inherited socket.
 
-The first message to a child says what to do (EngineStart, EdgeStart or FetchStart). The end of the stream means that
-the other side is gone: the supervisor restarts a child that hangs up, and a child without a supervisor exits.
+A message is a length and typed msgpack data. The first message to a child is its job (EngineStart, EdgeStart or
+FetchStart). The end of the stream means that the other process has ended: the supervisor restarts a child that closes
+its socket, and a child without a supervisor exits.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ _READ = 2**16
 
 
 class EngineStart(msgspec.Struct, frozen=True, tag="engine_start"):
-    """To an engine, first: load this, then listen at `address`. `directory` is private to the server."""
+    """To an engine, first: load the model, then listen at `address`. `directory` is private to the server."""
 
     config: ServerConfig
-    generation: int  # counts engines since the server started, from 1
+    generation: int  # number of this engine since the server's start, from 1
     address: str
     directory: str
-    adapters: tuple[AdapterModule, ...] = ()  # LoRA adapters that clients loaded into the engine before it
+    adapters: tuple[AdapterModule, ...] = ()  # LoRA adapters that clients had loaded into the previous engine
 
 
 class EdgeStart(msgspec.Struct, frozen=True, tag="edge_start"):
-    """To an edge, first: serve the inherited listening socket `listen_fd`, and that for admin where there is one.
+    """To an edge, first: serve the inherited listening socket `listen_fd`, and `admin_fd` if there is one.
 
-    `edge` is never used twice; `seat`, from 0, is that of the edge it replaces.
+    `edge` is unique among all edges of the server. `seat` is the edge's place, from 0; an edge that replaces another
+    has its seat.
     """
 
     config: ServerConfig
@@ -49,7 +51,7 @@ class EdgeStart(msgspec.Struct, frozen=True, tag="edge_start"):
 
 
 class FetchStart(msgspec.Struct, frozen=True, tag="fetch_start"):
-    """To the process that downloads models, first: download what `config` names. Until Stop, answer every connection
+    """To the process that downloads models, first: download the models in `config`. Until Stop, answer every connection
     to the inherited listening sockets with 503."""
 
     config: ServerConfig
@@ -57,7 +59,7 @@ class FetchStart(msgspec.Struct, frozen=True, tag="fetch_start"):
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
-    """From the process that downloads models: the configuration, with the paths of the files."""
+    """From the process that downloads models: the configuration, with the paths of the downloaded files."""
 
     config: ServerConfig
 
@@ -74,40 +76,40 @@ class ReplicaReady(msgspec.Struct, frozen=True, tag="replica_ready"):
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="load_progress"):
-    """From a process that downloads or loads a model: how far a phase is, in [0, 1]."""
+    """From a process that downloads or loads a model: the completed share of a phase, in [0, 1]."""
 
     phase: str
     share: float
 
 
 class EngineUp(msgspec.Struct, frozen=True, tag="engine_up"):
-    """From an engine: it takes requests at `address`. Passed on to every edge, also to one that starts later."""
+    """From an engine: it takes requests at `address`. Forwarded to every edge, also to edges that start later."""
 
     ready: EngineReady
     address: str
-    progress: str = ""  # the file of its ProgressRecord; "": there is none
+    progress: str = ""  # path of its ProgressRecord; "": none
 
 
 class EngineDown(msgspec.Struct, frozen=True, tag="engine_down"):
-    """To the edges: the engine is gone and all that was in it is lost."""
+    """To the edges: the engine has ended, and all its requests are lost."""
 
     reason: str
 
 
 class AdaptersNow(msgspec.Struct, frozen=True, tag="adapters_now"):
-    """From an engine: the LoRA adapters that it has. The next engine loads them again."""
+    """From an engine: its current LoRA adapters. The next engine loads them again."""
 
     adapters: tuple[AdapterModule, ...]
 
 
 class EdgeGone(msgspec.Struct, frozen=True, tag="edge_gone"):
-    """To the engine: an edge process ended; its requests have nobody to answer to."""
+    """To the engine: an edge process has ended. Its requests are aborted."""
 
     edge: int
 
 
 class EdgeStuck(msgspec.Struct, frozen=True, tag="edge_stuck"):
-    """From the engine: an edge reads nothing; its requests were ended and it must be replaced."""
+    """From the engine: an edge does not read its messages. Its requests have been aborted, and it must be replaced."""
 
     edge: int
 
@@ -117,48 +119,50 @@ class EdgeReady(msgspec.Struct, frozen=True, tag="edge_ready"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """To an edge: answer with Pong from your event loop, so that the supervisor knows that it runs."""
+    """To an edge: answer with Pong from the event loop, which shows that it runs."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """From an edge: its event loop has read a Ping."""
+    """From an edge: its event loop has handled a Ping."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """To an edge: take no new work, finish what runs within `seconds`, say Drained and exit."""
+    """To an edge: take no new requests, finish the running ones within `seconds`, send Drained and exit."""
 
     seconds: float
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """From an edge: nothing runs in it any more."""
+    """From an edge: it has no more requests."""
 
 
 class Reload(msgspec.Struct, frozen=True, tag="reload"):
-    """To an edge: use these keys from now on, and read the certificate's files again."""
+    """To an edge: use these keys from now on, and read the certificate files again."""
 
     access: AccessConfig
 
 
 class AskDrain(msgspec.Struct, frozen=True, tag="ask_drain"):
-    """From an edge, for an admin: shut the whole server down as SIGTERM would."""
+    """From an edge, on behalf of an admin: shut the whole server down, like SIGTERM."""
 
 
 class AskAbort(msgspec.Struct, frozen=True, tag="ask_abort"):
-    """From an edge, for an admin, and passed on to all other edges: end these requests (the engine's ids), or all."""
+    """From an edge, on behalf of an admin, and forwarded to all other edges: abort these requests (by the engine's
+    ids), or all."""
 
     request_ids: tuple[str, ...] | None
 
 
 class AskEdges(msgspec.Struct, frozen=True, tag="ask_edges"):
-    """From an edge, for an admin, and passed on to all other edges: what do you look after?"""
+    """From an edge, on behalf of an admin, and forwarded to all other edges: send an EdgeAnswer with your live
+    requests."""
 
     asker: int
     number: int
 
 
 class RequestRow(msgspec.Struct, frozen=True):
-    """One live request at an edge. `name` is what its client calls it, `answer_id` what its answer is called."""
+    """One live request at an edge. `name` is the client's id for it, `answer_id` the id of its response."""
 
     request_id: str
     name: str
@@ -173,7 +177,7 @@ class RequestRow(msgspec.Struct, frozen=True):
 
 
 class EdgeAnswer(msgspec.Struct, frozen=True, tag="edge_answer"):
-    """From an edge, and passed on to the one that asked: all that waits or runs here."""
+    """From an edge, and forwarded to the one that asked: its waiting and running requests."""
 
     asker: int
     number: int
@@ -181,11 +185,12 @@ class EdgeAnswer(msgspec.Struct, frozen=True, tag="edge_answer"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """To the engine, or to the process that downloads models: end what is left and exit."""
+    """To the engine, or to the process that downloads models: finish and exit."""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """From a child, last: why it cannot go on, in one line. `retry` is false when another start would end the same."""
+    """From a child, last: why it cannot continue, in one line. `retry` is false if another start would fail in the same
+    way."""
 
     reason: str
     retry: bool = True
@@ -222,11 +227,11 @@ _DECODER: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(Cont
 
 
 class BadControl(QuireError):
-    """The other side of a control socket sent what is no control message."""
+    """The other side of a control socket sent something that is not a control message."""
 
 
 def pack(message: ControlMessage) -> bytes:
-    """A message as it travels: four bytes of length, then msgpack."""
+    """Encode a message: four bytes of length, then msgpack."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_FRAME:
         raise BadControl(f"a control message of {len(body)} bytes is above the limit of {MAX_FRAME}")
@@ -234,7 +239,7 @@ def pack(message: ControlMessage) -> bytes:
 
 
 class Unpacker:
-    """Cuts a byte stream into messages. Raises BadControl on what cannot be one; the stream is then of no more use."""
+    """Splits a byte stream into messages. Raises BadControl for invalid data; after that the stream cannot be used."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -256,7 +261,7 @@ class Unpacker:
 
 
 class ControlChannel:
-    """A child's end of its control socket. `send` may be called from any thread, `receive` from one."""
+    """A child's end of its control socket. `send` is thread-safe; `receive` must be called from one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -266,23 +271,26 @@ class ControlChannel:
 
     @classmethod
     def inherited(cls, fd: int) -> ControlChannel:
-        """The channel whose number the supervisor gave on the command line. Not passed on to further children."""
+        """Return the channel of a file descriptor inherited from the supervisor. It is not inherited by further
+        children."""
         connection = socket.socket(fileno=fd)
         connection.set_inheritable(False)
         connection.setblocking(True)
         return cls(connection)
 
     def fileno(self) -> int:
-        """For polling. `receive` blocks only while `has_pending` is false and nothing is readable."""
+        """Return the file descriptor, for polling. `receive` blocks only if `has_pending` is false and nothing is
+        readable."""
         return self._socket.fileno()
 
     @property
     def has_pending(self) -> bool:
-        """Messages are here already that polling the socket would not show."""
+        """Whether messages have been read already, so that polling the socket would not show them."""
         return bool(self._pending)
 
     def send(self, message: ControlMessage) -> None:
-        """Blocks while the socket is full. A supervisor that is gone is not an error here: `receive` tells."""
+        """Send a message; blocks while the socket is full. If the supervisor is gone, does nothing: `receive` returns
+        None then."""
         with self._sending:
             try:
                 self._socket.sendall(pack(message))
@@ -290,7 +298,7 @@ class ControlChannel:
                 return
 
     def receive(self) -> ControlMessage | None:
-        """The next message; None when the supervisor is gone. Raises BadControl."""
+        """Return the next message, or None if the supervisor is gone. Raises BadControl."""
         while not self._pending:
             try:
                 data = self._socket.recv(_READ)

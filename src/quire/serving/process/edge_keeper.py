@@ -1,4 +1,4 @@
-"""Keeps the edge processes running: replaces an edge that ends, and kills one that hangs."""
+"""Keeps the edge processes running: restarts an edge that ends, and kills one that hangs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from quire.serving.process.listeners import Listeners
 
 logger = logging.getLogger("quire.supervisor")
 
-MAX_START_FAILURES = 3  # in a row, of one seat; then the server gives up
+MAX_START_FAILURES = 3  # in succession, in one seat; then the server gives up
 START_SECONDS = 120.0  # from the start of an edge process until it must be ready
-_PINGS = 5  # in the time after which a silent edge counts as hung
+_PINGS = 5  # within the time after which an edge that does not answer counts as hung
 _DUMP_SECONDS = 0.5  # for a hung edge to write its stacks
 _EXIT_SECONDS = 2.0  # from Drained to the end of the process
 
 
 @dataclass(slots=True)
 class _Seat:
-    """One of the edges, through all its processes."""
+    """The place of one edge, which successive processes take."""
 
     place: int  # from 0
     listen_fd: int
@@ -51,12 +51,13 @@ class _Seat:
     kill_at: float = float("inf")
     fatal: Fatal | None = None
     pinged_at: float = 0.0
-    answer_at: float | None = None  # since when a Ping waits for its answer; None: none does
+    answer_at: float | None = None  # when the unanswered Ping was sent; None: there is none
     hung: str | None = None
 
 
 class EdgeKeeper:
-    """`poll` is called often and never blocks for long. Every edge process has a number of its own, never reused."""
+    """Starts, watches and restarts the edges. The supervisor calls `poll` often; it never blocks for long. Every edge
+    process has a unique number."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class EdgeKeeper:
         ]
         self._admin_fd = None if listeners.admin is None else listeners.admin.fileno()
         self._numbers = itertools.count(1)
-        self.failure: str | None = None  # why no edge will be started any more
+        self.failure: str | None = None  # why no more edges are started; None while they are
         self.draining = False
 
     @property
@@ -91,20 +92,20 @@ class EdgeKeeper:
         return (seat.child for seat in self._seats if seat.child is not None)
 
     def poll(self, now: float) -> None:
-        """Start, kill or bury edges, whichever is due."""
+        """Start, kill and clean up edges that are due."""
         for seat in self._seats:
             if seat.child is not None and now >= seat.kill_at:
                 seat.child.kill()
-                self._bury(seat)
+                self._clean_up(seat)
             elif seat.child is not None and seat.child.has_ended:
-                self._bury(seat)
+                self._clean_up(seat)
             elif seat.child is not None and seat.hung is None:
                 self._watch(seat, now)
             if seat.child is None and not self.draining and self.failure is None and now >= seat.start_at:
                 self._start(seat, now)
 
     def handle(self, child: ChildProcess, message: ControlMessage) -> None:
-        """Take in a message of an edge about itself."""
+        """Handle a message from an edge about itself."""
         seat = next(seat for seat in self._seats if seat.child is child)
         if isinstance(message, EdgeReady):
             seat.is_ready, seat.failures, seat.ready_at = True, 0, time.monotonic()
@@ -120,41 +121,41 @@ class EdgeKeeper:
             if child is not but:
                 child.send(message)
 
-    def tell(self, edge: int, message: ControlMessage) -> None:
-        """To one edge, if it is still there."""
+    def send_to(self, edge: int, message: ControlMessage) -> None:
+        """Send a message to one edge, if it still runs."""
         for seat in self._seats:
             if seat.edge == edge and seat.child is not None:
                 seat.child.send(message)
 
     def reconfigure(self, config: ServerConfig) -> None:
-        """Tell all edges the keys now in force, and to read the certificate again. Later edges start with them."""
+        """Send all edges the new keys, and let them read the certificate again. Later edges start with them."""
         self._config = config
         self.broadcast(Reload(config.access))
 
     def drain(self, now: float) -> None:
-        """Every edge finishes its work and exits, or is killed when the time is over."""
+        """Let every edge finish its requests and exit. Edges that have not ended after `drain_seconds` are killed."""
         self.draining = True
         for seat in self._seats:
             seat.kill_at = now + self._config.drain_seconds + _EXIT_SECONDS
         self.broadcast(Drain(self._config.drain_seconds))
 
     def replace(self, edge: int) -> None:
-        """Kill an edge that is stuck; another takes its place."""
+        """Kill an edge that is stuck. `poll` starts another one in its seat."""
         for seat in self._seats:
             if seat.edge == edge and seat.child is not None:
                 seat.child.kill()
 
     def kill(self) -> None:
-        """End all edges now and start no others."""
+        """Kill all edges now and start no others."""
         self.draining = True
         for child in self.children():
             child.kill()
         for seat in self._seats:
             if seat.child is not None:
-                self._bury(seat)
+                self._clean_up(seat)
 
     def _watch(self, seat: _Seat, now: float) -> None:
-        """Ask a ready edge whether its event loop runs, and kill an edge that does not answer or does not start."""
+        """Ping a ready edge, and kill an edge whose event loop does not answer or that does not become ready."""
         assert seat.child is not None
         limit = self._config.edge_timeout
         if not seat.is_ready:
@@ -179,7 +180,7 @@ class EdgeKeeper:
         try:
             seat.child = ChildProcess(self._module, inherit=fds)
         except OSError as error:
-            self._plan_next(seat, f"no process can be started: {error}")
+            self._plan_restart(seat, f"no process can be started: {error}")
             return
         start = EdgeStart(
             self._config, seat.edge, seat.listen_fd, str(self._directory), seat.place, admin_fd=self._admin_fd
@@ -187,7 +188,7 @@ class EdgeKeeper:
         seat.child.send(start)
         self._on_start(seat.child)
 
-    def _bury(self, seat: _Seat) -> None:
+    def _clean_up(self, seat: _Seat) -> None:
         assert seat.child is not None
         for message in seat.child.receive():
             self.handle(seat.child, message)
@@ -197,13 +198,13 @@ class EdgeKeeper:
         self._on_gone(seat.edge)
         if not self.draining:
             reason = seat.hung or (seat.fatal.reason if seat.fatal else f"edge process {seat.edge} {ending}")
-            self._plan_next(seat, reason, was_ready=was_ready)
+            self._plan_restart(seat, reason, was_ready=was_ready)
 
-    def _plan_next(self, seat: _Seat, reason: str, *, was_ready: bool = False) -> None:
-        """Decide when the next edge of this seat starts, or that the server ends."""
+    def _plan_restart(self, seat: _Seat, reason: str, *, was_ready: bool = False) -> None:
+        """Set when the next edge of this seat starts, or set `failure` if the server must give up."""
         seat.failures = 0 if was_ready else seat.failures + 1
         if not was_ready and (seat.failures >= MAX_START_FAILURES or (seat.fatal and not seat.fatal.retry)):
-            self.failure = reason  # the server ends, and says why
+            self.failure = reason  # the supervisor logs it and stops the server
             return
         now = time.monotonic()
         delay = seat.backoff.next_delay(now - seat.ready_at if was_ready else 0.0)

@@ -1,4 +1,4 @@
-"""The load of every edge process, in shared memory that all edges read."""
+"""The load of every edge process, in a memory-mapped file that all edges read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-EDGE_LOADS = "edge_loads"  # the file's name, in the directory of the server's processes
+EDGE_LOADS = "edge_loads"  # file name in the private directory of the server
 _COLUMNS = 8  # edge, queued, preparing, queued tokens, in engine, sequences in engine, retrying, draining
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeLoad:
-    """One edge: the requests that are queued there, their prompt tokens, the requests that are read and tokenized, and
-    those in the engine."""
+    """The load of one edge. `waiting` requests are queued, with `waiting_tokens` prompt tokens; `preparing` ones are
+    being read and tokenized; `in_engine` ones have been submitted."""
 
     edge: int
     waiting: int
@@ -29,8 +29,8 @@ class EdgeLoad:
 
 
 class OtherLoads(NamedTuple):
-    """What the other edges have together. `waiting`: requests that are queued or prepared. `retrying`: edges with a
-    request in the engine that was in a crash before and has produced no token since."""
+    """The summed load of the other edges. `waiting` counts requests that are queued or being prepared, `retrying` edges
+    with a request in the engine that was in an engine crash and has produced no token since."""
 
     waiting: int = 0
     waiting_tokens: int = 0
@@ -39,10 +39,10 @@ class OtherLoads(NamedTuple):
 
 
 class EdgeLoadTable:
-    """One row of counts per edge, in a file that all edges map. An edge writes only its own row, that of its seat.
+    """One row of counts per edge, in a file that all edges map. An edge writes only the row of its seat.
 
-    The rows are not read at one moment, so requests that reach several edges at once may exceed a bound on their sum.
-    Without a path this edge is the only one.
+    Rows are not read atomically, so requests that reach several edges at once may exceed a limit on the sum. Without a
+    path, this edge is the only one.
     """
 
     def __init__(self, path: Path | None = None, *, num_seats: int = 1, seat: int = 0, edge: int = 0) -> None:
@@ -77,7 +77,7 @@ class EdgeLoadTable:
         )  # fmt: skip
 
     def others(self) -> OtherLoads:
-        """The sums over the other edges."""
+        """Return the sums over the other edges."""
         if len(self._rows) == 1:
             return OtherLoads()
         sums = (self._rows.sum(axis=0) - self._rows[self._seat]).tolist()
@@ -85,12 +85,13 @@ class EdgeLoadTable:
         return OtherLoads(waiting + preparing, tokens, sequences, retrying)
 
     def elsewhere(self) -> tuple[int, int]:
-        """The requests that are queued or prepared at the other edges, and the prompt tokens of queued ones."""
+        """Return how many requests are queued or being prepared at the other edges, and the prompt tokens of the queued
+        ones."""
         others = self.others()
         return others.waiting, others.waiting_tokens
 
     def loads(self) -> list[EdgeLoad]:
-        """The rows of all edges that have started."""
+        """Return the loads of all edges that have started."""
         loads = [
             EdgeLoad(edge, waiting, preparing, tokens, in_engine, bool(draining))
             for edge, waiting, preparing, tokens, in_engine, _, _, draining in self._rows.tolist()
@@ -99,6 +100,6 @@ class EdgeLoadTable:
 
 
 def clear_seat(path: Path, seat: int) -> None:
-    """Clear the row of an edge process that has ended: its requests ended with it, and hold up no other edge."""
-    with suppress(FileNotFoundError), path.open("r+b") as file:  # no edge has got as far as making it
+    """Clear the row of an edge process that has ended, so that its requests no longer count at other edges."""
+    with suppress(FileNotFoundError), path.open("r+b") as file:  # suppressed: no edge has created the file yet
         os.pwrite(file.fileno(), bytes(8 * _COLUMNS), seat * 8 * _COLUMNS)

@@ -1,4 +1,4 @@
-"""Keeps one engine process running: starts it, watches it, and starts the next when it ends."""
+"""Keeps the engine process running: starts it, watches it, and restarts it when it ends."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from quire.serving.process.spawning import Spawned
 
 logger = logging.getLogger("quire.supervisor")
 
-MAX_FIRST_LOADS = 2  # failed loads in a row, before any engine has served; then the server gives up
-MAX_LOADS = 6  # failed loads in a row after an engine has served
+MAX_FIRST_LOADS = 2  # failed loads in succession before any engine has served; then the server gives up
+MAX_LOADS = 6  # the same limit after an engine has served
 _DUMP_SECONDS = 0.5  # for a hung engine to write its stacks
 
 
 class EngineKeeper:
-    """Keeps one engine at a time, numbered by generation. `poll` is called often and never blocks for long.
+    """Runs one engine at a time; `generation` is its number. The supervisor calls `poll` often; it never blocks for
+    long.
 
-    An engine that ended is replaced after a pause that grows while engines keep ending. An engine whose step, or whose
-    loading, makes no progress is killed: its threads' stacks are logged first.
+    An engine that has ended is restarted after a delay that grows while engines keep ending. An engine whose step or
+    loading makes no progress is killed, after the stacks of its threads are logged.
     """
 
     def __init__(
@@ -49,39 +50,39 @@ class EngineKeeper:
         on_down: Callable[[str], None],
         spawned: Spawned | None = None,
     ) -> None:
-        """`spawned`: the process of the first engine, if it was started before."""
+        """`spawned` is the process of the first engine if it was started already."""
         self._spawned = spawned
         self._config, self._directory, self._module, self._on_down = config, directory, module, on_down
         self.child: ChildProcess | None = None
         self.up: EngineUp | None = None
-        self.failure: str | None = None  # why no engine will be started any more
-        self.retired = False  # no other engine follows
+        self.failure: str | None = None  # why no more engines are started; None while they are
+        self.retired = False  # the engine is not restarted when it ends
         self.generation = 0
         self.started_at = 0.0
         self._asked_to_stop = False
-        self._adapters: tuple[AdapterModule, ...] | None = None  # of the last engine; None: those it started with
+        self._adapters: tuple[AdapterModule, ...] | None = None  # None: those of the configuration
         self._fatal: Fatal | None = None
-        self._has_served = False  # any engine
-        self._load_failures = 0  # in a row
+        self._has_served = False  # whether any engine has served
+        self._load_failures = 0  # in succession
         self._backoff = Backoff(config.max_restart_delay)
         self._up_at = 0.0
-        self._phase, self._progress_at = "start", 0.0  # of loading
-        self._start_at: float | None = 0.0  # None: one runs
+        self._phase, self._progress_at = "start", 0.0  # of the engine that is loading
+        self._start_at: float | None = 0.0  # when to start an engine; None: one is running
         self._reader: ProgressReader | None = None
         self._hung: str | None = None
         self._kill_at = 0.0
 
     def poll(self, now: float) -> None:
-        """Start, kill or bury the engine, whichever is due."""
+        """Start, kill or clean up the engine if that is due."""
         if self.child is not None and self.child.has_ended:
-            self._bury()
+            self._clean_up()
         if self.child is not None:
             self._watch(now)
         elif self._start_at is not None and now >= self._start_at and not self.retired and self.failure is None:
             self._start(now)
 
     def handle(self, message: ControlMessage) -> None:
-        """Take in a message of the engine about itself."""
+        """Handle a message from the engine about itself."""
         if isinstance(message, EngineUp):
             self.up, self._up_at, self._has_served, self._load_failures = message, time.monotonic(), True, 0
             self._reader = ProgressReader(self._file("progress"))
@@ -92,26 +93,26 @@ class EngineKeeper:
         elif isinstance(message, Fatal):
             self._fatal = message
 
-    def tell_edge_gone(self, edge: int) -> None:
+    def report_edge_gone(self, edge: int) -> None:
         if self.child is not None:
             self.child.send(EdgeGone(edge))
 
     def retire(self) -> None:
-        """From now on an engine that ends is not replaced."""
+        """Do not restart an engine that ends from now on."""
         self.retired = True
 
     def stop(self) -> None:
-        """Ask the engine to exit and start no other."""
+        """Ask the engine to exit, and start no other."""
         self.retired = self._asked_to_stop = True
         if self.child is not None:
             self.child.send(Stop())
 
     def kill(self) -> None:
-        """End the engine now and start no other."""
+        """Kill the engine now, and start no other."""
         self.retired = self._asked_to_stop = True
         if self.child is not None:
             self.child.kill()
-            self._bury()
+            self._clean_up()
 
     def _start(self, now: float) -> None:
         self.generation += 1
@@ -120,11 +121,11 @@ class EngineKeeper:
         try:
             self.child, self._spawned = ChildProcess(self._module, spawned=self._spawned), None
         except OSError as error:
-            self._plan_next(f"no process can be started: {error}")
+            self._plan_restart(f"no process can be started: {error}")
             return
         address = f"ipc://{self._file('engine')}"
         config = self._config
-        if self._adapters is not None:  # what clients have unloaded is not loaded again
+        if self._adapters is not None:  # adapters that clients have unloaded are not loaded again
             config = replace(config, engine=replace(config.engine, lora_modules=None))
         directory, adapters = str(self._directory), self._adapters or ()
         self.child.send(EngineStart(config, self.generation, address, directory, adapters))
@@ -142,20 +143,21 @@ class EngineKeeper:
             self._kill_at = now + _DUMP_SECONDS
 
     def _why_hung(self, now: float) -> str | None:
-        """Return why the engine counts as hung; None if it makes progress."""
+        """Return why the engine counts as hung, or None if it makes progress."""
         if self.up is None:
             if now - self._progress_at <= self._config.load_timeout:
                 return None
             return f"loading made no progress for {self._config.load_timeout:g} s (in phase: {self._phase})"
         limit = max(self._config.step_timeout, self.up.ready.step_seconds)
-        if self.up.ready.step_seconds:  # the step is computed by the processors that other programs use too
+        if self.up.ready.step_seconds:  # a CPU engine shares its cores with other programs
             limit *= _crowding()
         if self._reader is None or self._reader.stuck_for() <= limit:
             return None
         return f"a step took longer than {limit:g} s"
 
-    def _bury(self) -> None:
-        """The engine ended: take in its last words, tell the edges, decide about the next one."""
+    def _clean_up(self) -> None:
+        """Clean up after the engine has ended: handle its last messages, reap it, and decide whether to start
+        another."""
         assert self.child is not None
         for message in self.child.receive():
             self.handle(message)
@@ -171,15 +173,15 @@ class EngineKeeper:
         for kind in ("engine", "progress"):
             self._file(kind).unlink(missing_ok=True)
         if not self._asked_to_stop:
-            self._plan_next(reason, served_seconds, is_final=is_final)
+            self._plan_restart(reason, served_seconds, is_final=is_final)
 
-    def _plan_next(self, reason: str, served_seconds: float | None = None, *, is_final: bool = False) -> None:
-        """Decide when the next engine starts, or that none does. `served_seconds`: of the last one; None if it did not
-        come up."""
+    def _plan_restart(self, reason: str, served_seconds: float | None = None, *, is_final: bool = False) -> None:
+        """Set when the next engine starts, or set `failure` if none does. `served_seconds` is how long the last one
+        served; None if it did not become ready."""
         served = served_seconds is not None
         self._load_failures = 0 if served else self._load_failures + 1
         if not served and (is_final or self._load_failures >= (MAX_LOADS if self._has_served else MAX_FIRST_LOADS)):
-            self.failure = reason  # the server ends, and says why
+            self.failure = reason  # the supervisor logs it and stops the server
         else:
             delay = self._backoff.next_delay(served_seconds or 0.0)
             self._start_at = time.monotonic() + delay
@@ -187,10 +189,10 @@ class EngineKeeper:
         self._on_down(reason)
 
     def _file(self, kind: str) -> Path:
-        """A file of the present engine in the private directory."""
+        """Return the path of a file of the current engine in the private directory."""
         return self._directory / f"{kind}-{self.generation}"
 
 
 def _crowding() -> float:
-    """How many times slower this machine is than with a processor for every thread that wants to run; at least 1."""
+    """Return how many times slower this machine is than if every runnable thread had a CPU core; at least 1."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -1,6 +1,8 @@
-"""`python -m quire.serving.process.engine_main FD`, started by the supervisor or before it: the engine process.
+"""The main program of the engine process: `python -m quire.serving.process.engine_main FD`, started by `quire serve` or
+by its supervisor.
 
-Nothing is imported above `main` that takes long, so that torch's libraries are opened from the first moment on."""
+This module imports nothing slow at the top, so that loading torch's libraries begins at once.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from quire.serving.process.spawning import die_with_parent
 
 
 def main(arguments: list[str]) -> int:
-    gc.disable()  # until the engine is loaded: what is imported stays, and looking at it again and again takes long
+    gc.disable()  # while loading: imported objects stay, and scanning them again and again is slow
     open_libraries()
-    die_with_parent()  # also while it imports, which takes seconds
+    die_with_parent()  # before the imports, which take seconds
     defer_meta_kernels()
     from quire.serving.process.engine_process import import_ahead, load_engine, run_engine
 

@@ -1,4 +1,4 @@
-"""What an engine process does: it loads a model, serves it, and tells the supervisor how it ended."""
+"""The life of an engine process: it loads a model, serves it, and reports to the supervisor how it ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quire.engine.process import EngineLoop
 from quire.engine.progress import ProgressRecord
 from quire.engine.transport import EngineSocket
 from quire.observability.logging import set_up_logging
-from quire.serving.process.child import EXIT_ENGINE_DEAD, EXIT_FAILED, ProgressReports, enter_child, leave_orphaned
+from quire.serving.process.child import EXIT_ENGINE_DEAD, EXIT_FAILED, ProgressReports, enter_child, exit_orphaned
 from quire.serving.process.control import (
     AdaptersNow,
     ControlChannel,
@@ -45,21 +45,21 @@ from quire.types.errors import ConfigError, EngineDead, InvalidRequest, ModelLoa
 
 logger = logging.getLogger("quire.engine")
 
-_RANK_SHARE = 0.8  # of the time for a step or a load: that in which a rank may be behind
-_SLOW_CPU_FLOPS = 1e10  # operations a second of one thread of a slow CPU
+_RANK_SHARE = 0.8  # share of the time for a step or a load that a rank may be late
+_SLOW_CPU_FLOPS = 1e10  # floating point operations per second of one thread of a slow CPU
 
 Report = Callable[[str, int, int], None]
 Load = Callable[[EngineStart, Report], tuple[EngineCore | EncoderCore, EngineReady]]
 
 
 def run_engine(arguments: list[str], load: Load, prepare: Callable[[], None] = lambda: None) -> int:
-    """Load, serve, and say over the control socket how it ended. Returns the exit code. `prepare` runs before it is
-    known what to load: the process may have been started before that is decided."""
+    """Load the model, serve it, and report over the control socket how serving ended. Returns the exit code. `prepare`
+    runs before the configuration arrives, since the process may be started before the configuration is known."""
     channel = enter_child(arguments)
     prepare()
     start = channel.receive()
     if start is None:
-        leave_orphaned()
+        exit_orphaned()
     assert isinstance(start, EngineStart)
     set_up_logging(start.config.log_level, start.config.log_format, "engine")
     control = _Control(channel)
@@ -71,12 +71,12 @@ def run_engine(arguments: list[str], load: Load, prepare: Callable[[], None] = l
         loop = EngineLoop(core, socket, record, on_stuck=control.report_stuck)
         load_adapters_again(core, start.adapters)
         loop.on_adapters = control.report_adapters
-        if "torch" in sys.modules:  # not in tests, whose engines have no model
+        if "torch" in sys.modules:  # engines without a model, as in tests, do not import it
             from quire.runtime.accelerator import report_compilations
             from quire.runtime.torch_import import forget_library_pages
 
             forget_library_pages()
-            report_compilations(record.extend_step)  # a step that compiles kernels takes long and makes progress
+            report_compilations(record.extend_step)  # while kernels compile, the step counts as making progress
     except (ConfigError, ModelLoadError) as error:
         return _fail(channel, str(error), EXIT_FAILED, retry=start.generation > 1)
     except Exception as error:
@@ -91,15 +91,15 @@ def run_engine(arguments: list[str], load: Load, prepare: Callable[[], None] = l
 
 
 def import_ahead() -> None:
-    """Import what every model needs."""
-    with suppress(ImportError):  # loading says what is missing
+    """Import what every model needs, before the configuration is known."""
+    with suppress(ImportError):  # loading reports what is missing
         from quire.runtime.executor.single import SingleExecutor  # noqa: F401
         from quire.serving.assembly import plan_model  # noqa: F401
-    gc.freeze()  # collections need not look at it again
+    gc.freeze()  # the garbage collector need not scan the imports again
 
 
 def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | EncoderCore, EngineReady]:
-    """The model in this process. Raises ConfigError, DoesNotFit or ModelLoadError."""
+    """Load the model in this process. Raises ConfigError, DoesNotFit or ModelLoadError."""
     report("starting the engine", 0, 1)
     from quire.runtime.hardware import detect_hardware
     from quire.runtime.loading.files import files_at
@@ -118,15 +118,15 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | Encode
 
     @cache
     def vocabulary() -> Vocabulary:
-        from quire.serving.text.token_table import vocabulary_of  # needless before the first grammar
+        from quire.serving.text.token_table import vocabulary_of  # imported late: not needed before the first grammar
         from quire.serving.text.tokenizer import load_tokenizer
 
         return vocabulary_of(load_tokenizer(resolve_model(source.tokenizer or source.model, offline=True)))
 
     on_cpu = planned.config.device.device == "cpu"
     if not on_cpu:
-        gc.enable()  # garbage holds memory of the device while graphs are captured
-    tools = planned.tools(vocabulary, warm=not on_cpu)  # on a GPU it would be made beside the rows that decode
+        gc.enable()  # uncollected tensors would hold device memory during graph capture
+    tools = planned.tools(vocabulary, warm=not on_cpu)  # on a GPU, making it later would delay decoding rows
     config = planned.config
     step_seconds = longest_step(config.device, config.scheduler.max_num_batched_tokens, planned.model)
     ready = EngineReady(
@@ -156,14 +156,14 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | Encode
 
 
 def limit_rank_timeouts(config: ParallelConfig, step_seconds: float, load_seconds: float) -> ParallelConfig:
-    """Let a rank that hangs be found, and named, before the supervisor ends the engine because its step or its load
-    takes too long."""
+    """Return the configuration with timeouts for ranks that are shorter than those of the supervisor. So a rank that
+    hangs is detected and named before the supervisor kills the engine."""
     step_seconds = min(config.rank_timeout, max(1.0, _RANK_SHARE * step_seconds))
     return replace(config, rank_timeout=step_seconds, load_timeout=_RANK_SHARE * load_seconds)
 
 
 def load_adapters_again(core: EngineCore | EncoderCore, adapters: Iterable[AdapterModule]) -> None:
-    """Load the LoRA adapters of the engine before this one. One that cannot be read any more is left out."""
+    """Load the LoRA adapters of the previous engine. Adapters that cannot be read any more are skipped and logged."""
     for name, folder in adapters:
         assert isinstance(core, EngineCore)
         try:
@@ -201,14 +201,14 @@ def _sizes(model: ModelConfig) -> ModelSizes:
 
 
 def warn_of_refusal(facts: HardwareFacts) -> None:
-    """Log why the compiled CPU kernels cannot be used here, if they cannot: torch does their work, slower."""
+    """Log a warning if the compiled CPU kernels cannot be used here: torch replaces them and is slower."""
     if facts.native_refusal is not None:
         logger.warning("slower than it could be: %s; `quire doctor` names the fix", facts.native_refusal)
 
 
 def longest_step(device: DeviceConfig, num_tokens: int, model: ModelConfig) -> float:
-    """Estimate the seconds that a step with so many tokens, the most, takes on a slow CPU. 0 on a GPU, where every
-    step is short."""
+    """Estimate the seconds that a step with `num_tokens` tokens takes on a slow CPU. Returns 0 for a GPU, where steps
+    are short."""
     if device.device != "cpu":
         return 0.0
     operations = 2.0 * model.num_parameters * num_tokens
@@ -216,7 +216,8 @@ def longest_step(device: DeviceConfig, num_tokens: int, model: ModelConfig) -> f
 
 
 class _Control:
-    """Reads the supervisor's messages in a thread, while the model loads too. Ends the process when it is gone."""
+    """Reads the supervisor's messages on a thread, also while the model loads. Ends the process if the supervisor is
+    gone."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
@@ -224,7 +225,7 @@ class _Control:
         threading.Thread(target=self._read, name="control", daemon=True).start()
 
     def watch(self, loop: EngineLoop) -> None:
-        """From now on there is a loop to tell."""
+        """Pass messages to this loop from now on."""
         self._loop = loop
 
     def report_stuck(self, edge: int) -> None:
@@ -239,16 +240,16 @@ class _Control:
                 self._loop.forget_edge(message.edge)
             elif isinstance(message, Stop):
                 if self._loop is None:
-                    os._exit(0)  # nothing was promised to anybody yet
+                    os._exit(0)  # no request was accepted yet
                 self._loop.stop()
-        leave_orphaned()
+        exit_orphaned()
 
 
 def _serve(loop: EngineLoop, channel: ControlChannel) -> int:
     try:
         loop.run()
     except EngineDead as error:
-        code = _fail(channel, str(error), EXIT_ENGINE_DEAD, retry=True)  # first: a device that failed may fail here too
+        code = _fail(channel, str(error), EXIT_ENGINE_DEAD, retry=True)  # first: closing a failed device may fail
         try:
             loop.close()
         except Exception:
@@ -263,5 +264,5 @@ def _serve(loop: EngineLoop, channel: ControlChannel) -> int:
 
 def _fail(channel: ControlChannel, reason: str, code: int, *, retry: bool) -> int:
     line = " ".join(reason.split())
-    channel.send(Fatal(line, retry))  # the supervisor says it, once for the whole server
+    channel.send(Fatal(line, retry))  # the supervisor logs it
     return code

@@ -1,4 +1,4 @@
-"""Runs the process that downloads models while no engine and no edge can start."""
+"""Runs the process that downloads models, before the engine and the edges can start."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quire.types.errors import QuireError
 
 
 class FetchFailed(QuireError):
-    """The models could not be downloaded. The cause in one line."""
+    """The models could not be downloaded. The text is the cause in one line."""
 
 
 class FetchKeeper:
-    """One download. Its process answers all clients with 503 from the first moment until `stop`."""
+    """Runs one download process. It answers all clients with 503 until `stop`."""
 
     def __init__(self, config: ServerConfig, module: str, listeners: Listeners) -> None:
         sockets = (*listeners.api, *(() if listeners.admin is None else (listeners.admin,)))
@@ -30,11 +30,11 @@ class FetchKeeper:
 
     def run(self, wait: Callable[[ChildProcess], bool], progress: Progress) -> ServerConfig | None:
         """Return the configuration with the paths of the downloaded files. `wait` blocks until the process may have
-        sent something; when it returns False, this returns None. Raises FetchFailed."""
+        sent something; if it returns False, so that the download is cancelled, return None. Raises FetchFailed."""
         child = self._child
         assert child is not None
         while wait(child):
-            has_ended = child.has_ended  # looked at first: its last message may be the result
+            has_ended = child.has_ended  # read before the messages: the last one may be the result
             for message in child.receive():
                 if isinstance(message, Fatal):
                     raise FetchFailed(message.reason)
@@ -47,7 +47,7 @@ class FetchKeeper:
         return None
 
     def stop(self) -> None:
-        """End the process: edges answer clients now, or nobody will. Idempotent."""
+        """End the process, so that edges can answer clients. Idempotent."""
         child, self._child = self._child, None
         if child is not None:
             child.send(Stop())

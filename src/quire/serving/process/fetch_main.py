@@ -1,6 +1,7 @@
-"""The process that downloads models: `python -m quire.serving.process.fetch_main FD`, started by the supervisor alone.
+"""The main program of the process that downloads models: `python -m quire.serving.process.fetch_main FD`, started by
+the supervisor.
 
-It holds the server's port meanwhile: every request is answered with 503, Retry-After and how far the download is.
+Meanwhile it holds the server's port: every request is answered with 503, Retry-After and the progress of the download.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ import sys
 import threading
 
 from quire.observability.logging import set_up_logging
-from quire.serving.process.child import EXIT_FAILED, EXIT_ORPHANED, ProgressReports, enter_child, leave_orphaned
+from quire.serving.process.child import EXIT_FAILED, EXIT_ORPHANED, ProgressReports, enter_child, exit_orphaned
 from quire.serving.process.control import ControlChannel, Fatal, Fetched, FetchStart, Stop
 from quire.serving.process.model_files import with_local_files
 from quire.serving.process.tls import make_context
 from quire.types.errors import QuireError
 
 RETRY_SECONDS = 5
-MAX_CONNECTIONS = 256  # at once; more are closed
+MAX_CONNECTIONS = 256  # at the same time; further ones are closed
 _MAX_HEAD = 2**16  # bytes
 _MAX_BODY = 2**23  # bytes of a body that are read before the connection is closed
 _READ_SECONDS = 10.0  # for a client to send its request
 
 
 class UnavailableResponder:
-    """Answers every HTTP request with 503. `reason` is shown to clients; any thread may change it."""
+    """Answers every HTTP request with 503. `reason` is shown to clients; any thread may set it."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
         self._num_connections = 0
 
     async def serve(self, sockets: list[socket.socket], tls: ssl.SSLContext | None) -> None:
-        """Answer at listening sockets, for ever; over TLS at those of TCP, where there is a context."""
+        """Answer on the listening sockets until cancelled. TCP sockets use TLS if `tls` is given."""
         servers = []
         for each in sockets:
             if each.family == socket.AF_UNIX:
@@ -69,7 +70,7 @@ class UnavailableResponder:
         ]
         writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + (b"" if head.startswith(b"HEAD ") else body))
         await writer.drain()
-        unread = min(_body_length(head), _MAX_BODY)  # closing over unread bytes would lose the answer
+        unread = min(_body_length(head), _MAX_BODY)  # unread bytes at close would lose the response
         while unread > 0 and (data := await reader.read(min(unread, _MAX_HEAD))):
             unread -= len(data)
 
@@ -87,7 +88,8 @@ def _body_length(head: bytes) -> int:
 
 
 def _fetch(start: FetchStart, channel: ControlChannel, responder: UnavailableResponder) -> None:
-    """Download, and tell the supervisor. Then wait for its Stop."""
+    """Download the models and send the result to the supervisor. The process then runs until the supervisor sends
+    Stop."""
     reports = ProgressReports(channel)
 
     def progress(what: str, done: int, total: int) -> None:
@@ -99,7 +101,7 @@ def _fetch(start: FetchStart, channel: ControlChannel, responder: UnavailableRes
         found = with_local_files(start.config, offline=False, progress=progress)
     except QuireError as error:
         _end(channel, str(error))
-    except Exception as error:  # noqa: BLE001 - what a network library may raise has no common base
+    except Exception as error:  # noqa: BLE001 - network libraries raise exceptions without a common base
         _end(channel, f"the model could not be downloaded: {error!r}")
     responder.reason = "the model is loading; try again later"
     channel.send(Fetched(found))
@@ -111,11 +113,11 @@ def _end(channel: ControlChannel, reason: str) -> None:
 
 
 def _watch_supervisor(channel: ControlChannel) -> None:
-    """End this process when the supervisor says so, or is gone."""
+    """End this process when the supervisor sends Stop or is gone."""
     while (message := channel.receive()) is not None:
         if isinstance(message, Stop):
             os._exit(0)
-    leave_orphaned()
+    exit_orphaned()
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The check at the door: a structured output is tried in a process that may be killed before anything depends on it."""
+"""Checks structured outputs before a request is accepted: a grammar is tried in a child process that may be killed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from quire.types.errors import InvalidRequest, QuireError
 from quire.types.grammar import CheckedGrammar
 from quire.types.install import install_extra
 
-MAX_WAITING = 64  # checks under way or waiting at one checker
-MAX_KEPT = 256  # answers that are remembered ...
-MAX_KEPT_CHARACTERS = 8 << 20  # ... and how much text they are together
+MAX_WAITING = 64  # checks that run or wait in one checker
+MAX_KEPT = 256  # results in the cache ...
+MAX_KEPT_CHARACTERS = 8 << 20  # ... and the sum of their plans' characters
 START_SECONDS = 60.0  # for the child process to read the vocabulary
 _CHILD = "quire.serving.process.grammar_child"
 _EXIT_SECONDS = 2.0
@@ -36,18 +36,18 @@ LOST = "the process that checks structured outputs was lost; send the request ag
 
 
 class ChecksBusy(QuireError):
-    """Too many structured outputs wait to be checked; the request may be sent again."""
+    """Too many structured outputs wait to be checked. The request may be sent again."""
 
 
 class GrammarChecker:
-    """Turns plans of answers into grammars that the engine can trust. Thread-safe.
+    """Turns answer plans into checked grammars. Thread-safe.
 
-    The child builds the whole grammar and tries it. What it tried is what comes back, as a CheckedGrammar; nothing
-    else makes one.
+    The child process builds the whole grammar, tries it, and returns exactly the text it has tried. Only this class
+    makes a CheckedGrammar.
 
-    Its one child process starts with the first check, which costs that one some tenths of a second and servers without
-    structured outputs no memory, and again when it was lost. Answers are kept, but for refusals by the clock, which
-    another time might not refuse.
+    The child starts with the first check, which takes some tenths of a second; servers without structured outputs spend
+    no memory on it. It is started again if it is lost. Results are cached, except refusals by a timeout, which might
+    not happen again.
     """
 
     def __init__(self, source: VocabularySource) -> None:
@@ -58,28 +58,29 @@ class GrammarChecker:
         self._kept_characters = 0
 
     def check(self, plan: AnswerPlan) -> CheckedGrammar:
-        """Wait for the grammar of `plan`. Raises InvalidRequest naming the field at fault, or ChecksBusy."""
+        """Return the grammar of `plan`; blocks. Raises InvalidRequest that names the invalid field, or ChecksBusy."""
         return self.begin(plan).result()
 
     def begin(self, plan: AnswerPlan) -> Future[CheckedGrammar]:
-        """`check` without the wait; the future holds the grammar or the error, and cannot be cancelled."""
+        """Start a check. The future gets the grammar or the error, and cannot be cancelled. Raises ChecksBusy,
+        InvalidRequest if llguidance is missing, or QuireError if the child process cannot be started."""
         answer: Future[CheckedGrammar] = Future()
         answer.set_running_or_notify_cancel()
         outcome = self._find(plan)
         if outcome is None:
-            self._living_child().ask(plan, lambda found: self._settle(plan, answer, found))
+            self._running_child().ask(plan, lambda found: self._finish(plan, answer, found))
         else:
             outcome.put_into(answer)
         return answer
 
     def close(self) -> None:
-        """End the child. Idempotent."""
+        """End the child process. Idempotent."""
         with self._lock:
             child, self._child = self._child, None
         if child is not None:
             child.close()
 
-    def _living_child(self) -> _Child:
+    def _running_child(self) -> _Child:
         with self._lock:
             if self._child is None or self._child.is_lost:
                 if importlib.util.find_spec("llguidance") is None:
@@ -96,7 +97,7 @@ class GrammarChecker:
                 self._kept.move_to_end(plan)
             return self._kept.get(plan)
 
-    def _settle(self, plan: AnswerPlan, answer: Future[CheckedGrammar], outcome: _Outcome) -> None:
+    def _finish(self, plan: AnswerPlan, answer: Future[CheckedGrammar], outcome: _Outcome) -> None:
         if outcome.is_certain:
             with self._lock:
                 if plan not in self._kept:
@@ -110,11 +111,11 @@ class GrammarChecker:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How a check went. Errors are made anew for everyone who meets them: a raised one remembers who raised it."""
+    """The result of a check. `put_into` makes a new exception each time, since a raised one keeps its traceback."""
 
     grammar: str = ""
     error: tuple[str, str, str] | None = None  # field, reason, fix
-    is_lost: bool = False  # the child was, before it answered
+    is_lost: bool = False  # the child ended before it answered
     is_certain: bool = True
 
     def put_into(self, answer: Future[CheckedGrammar]) -> None:
@@ -127,7 +128,7 @@ class _Outcome:
 
 
 class _Child:
-    """The process that tries structures, and the thread that reads its answers."""
+    """The child process that tries grammars, and the thread that reads its results."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._socket, theirs = socket.socketpair()
@@ -138,9 +139,9 @@ class _Child:
                 pass_fds=(theirs.fileno(),),
                 env=child_environment(
                     PYTHONPATH=os.pathsep.join(path for path in sys.path if path),
-                    OPENBLAS_NUM_THREADS="1",  # it forks, which is safe only without other threads
+                    OPENBLAS_NUM_THREADS="1",  # the child forks, which is safe only without other threads
                 ),
-                process_group=0,  # Ctrl-C reaches whoever started it alone
+                process_group=0,  # so that Ctrl-C does not reach it
             )
         self._channel = Connection(os.dup(self._socket.fileno()))
         self._numbers = itertools.count()
@@ -159,7 +160,8 @@ class _Child:
         self._reader.start()
 
     def ask(self, plan: AnswerPlan, then: Callable[[_Outcome], None]) -> None:
-        """Have a plan tried; `then` is called on the reader's thread. Raises ChecksBusy."""
+        """Send a plan to be tried. `then` is called with the result on the reader's thread. Raises ChecksBusy, or
+        QuireError if the process is lost."""
         if len(self._asked) >= MAX_WAITING:
             raise ChecksBusy("too many structured outputs wait to be checked; send the request again")
         number = next(self._numbers)
@@ -170,11 +172,11 @@ class _Child:
                 self._channel.send_bytes(json.dumps(question).encode())
         except OSError:
             self.is_lost = True
-            if self._asked.pop(number, None) is not None:  # else the reader has answered it already
+            if self._asked.pop(number, None) is not None:  # otherwise the reader has set the result already
                 raise QuireError(LOST) from None
 
     def close(self) -> None:
-        """End the process; what was asked of it is answered by its loss."""
+        """End the process. Open checks end with an error."""
         self.is_lost = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -188,10 +190,10 @@ class _Child:
     def _read(self) -> None:
         while True:
             try:
-                said = json.loads(self._channel.recv_bytes())
+                answer = json.loads(self._channel.recv_bytes())
             except (EOFError, OSError):
                 break
-            self._asked.pop(said.pop("number"))(_read_outcome(said))
+            self._asked.pop(answer.pop("number"))(_read_outcome(answer))
         self.is_lost = True
         self._channel.close()
         while self._asked:
@@ -199,7 +201,7 @@ class _Child:
             then(_Outcome(is_lost=True, is_certain=False))
 
 
-def _read_outcome(said: dict[str, Any]) -> _Outcome:
-    if "grammar" in said:
-        return _Outcome(grammar=said["grammar"])
-    return _Outcome(error=(said["field"], said["reason"], said["fix"]), is_certain=said["is_certain"])
+def _read_outcome(answer: dict[str, Any]) -> _Outcome:
+    if "grammar" in answer:
+        return _Outcome(grammar=answer["grammar"])
+    return _Outcome(error=(answer["field"], answer["reason"], answer["fix"]), is_certain=answer["is_certain"])

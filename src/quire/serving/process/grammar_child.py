@@ -1,7 +1,7 @@
-"""Where structured outputs are tried first: `python -m quire.serving.process.grammar_child FD`.
+"""The child process that tries structured outputs: `python -m quire.serving.process.grammar_child FD`.
 
-This process knows the vocabulary and compiles nothing itself. For each check it forks a child that may use little time
-and memory; whatever happens to that one, this process answers and goes on.
+This process holds the vocabulary and compiles nothing itself. For each check it forks a process with limits on time and
+memory. If that process fails or is killed, this one answers the check and continues.
 """
 
 from __future__ import annotations
@@ -30,24 +30,27 @@ from quire.engine.decoding.vocabulary import Vocabulary
 from quire.serving.text.answer_grammar import AnswerPlan, build_grammar, parts_of
 from quire.types.errors import InvalidRequest
 
-CPU_SECONDS = 0.5  # of one check: what is hostile ends so
-WALL_SECONDS = 10.0  # from its start: it gets no processor where others take them all
-MEMORY_BYTES = 256 << 20  # more than this process has
-RESIDENT_BYTES = 32 << 20  # that compiling and following a grammar may take; the engine would keep them
-FOLLOWED_TOKENS = 48  # of an answer that every grammar is followed for ...
-FOLLOW_SECONDS = 0.2  # ... or until this much processor time is used
-LAST_MASKS = 8  # of those, whose mean time counts
-MASK_SECONDS = 0.01  # of processor time for one token; the usual is below 0.001
-STACK_BYTES = 2 << 20  # less than any thread of the engine has
-PARALLEL = 16  # checks share the processors, so that quick ones do not wait for slow ones
-NICENESS = 5  # checks give way to the engine
+CPU_SECONDS = 0.5  # CPU time of one check: stops hostile grammars
+WALL_SECONDS = 10.0  # elapsed time of one check: on a busy machine it gets little CPU time
+MEMORY_BYTES = 256 << 20  # address space of a check, in addition to this process's
+RESIDENT_BYTES = 32 << 20  # resident memory for compiling and following a grammar: the engine would use as much
+FOLLOWED_TOKENS = 48  # tokens of an answer for which every grammar is followed ...
+FOLLOW_SECONDS = 0.2  # ... or until this much CPU time is used
+LAST_MASKS = 8  # number of last tokens over which the time is averaged
+MASK_SECONDS = 0.01  # limit of the mean CPU time for one token; usually it is below 0.001
+STACK_BYTES = 2 << 20  # less than any engine thread has
+PARALLEL = 16  # checks at the same time, so that quick ones do not wait for slow ones
+NICENESS = 5  # lower scheduling priority than the engine
 TOO_LONG = "takes too long to compile"
-_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")  # in a grammar the user has not written
-_DEATHS: dict[int, str] = {signal.SIGSEGV: "is nested too deeply", signal.SIGABRT: "needs too much memory to compile"}
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")  # removed from errors
+_REASON_OF_SIGNAL: dict[int, str] = {
+    signal.SIGSEGV: "is nested too deeply",
+    signal.SIGABRT: "needs too much memory to compile",
+}
 
 
 def read_vocabulary(channel: Connection) -> Vocabulary:
-    """What `write_vocabulary` sent. It encodes nothing."""
+    """Read the vocabulary that `write_vocabulary` sent. It cannot encode text."""
     special_ids = json.loads(channel.recv_bytes())
     lengths = array.array("I", channel.recv_bytes())
     blob, tokens, start = channel.recv_bytes(), [], 0
@@ -64,7 +67,8 @@ def write_vocabulary(channel: Connection, vocabulary: Vocabulary) -> None:
 
 
 def try_plan(tokens: GrammarTokens, plan: AnswerPlan) -> str:
-    """Return the grammar of `plan`, compiled and followed for some tokens. Raises InvalidRequest naming the field."""
+    """Return the grammar of `plan` after compiling it and following it for some tokens. Raises InvalidRequest that
+    names the invalid field."""
     grammar = build_grammar(plan)
     reason = _fault(tokens, grammar)
     if not reason:
@@ -74,7 +78,7 @@ def try_plan(tokens: GrammarTokens, plan: AnswerPlan) -> str:
 
 
 def _fault(tokens: GrammarTokens, grammar: str) -> str:
-    """Compile a grammar and follow it for some tokens. Returns what is wrong with it; empty if nothing is."""
+    """Compile a grammar and follow it for some tokens. Returns what is wrong with it, or ""."""
     before = _resident_bytes()
     state = tokens.begin(grammar)
     seconds: deque[float] = deque(maxlen=LAST_MASKS)
@@ -104,7 +108,8 @@ def _resident_bytes() -> int:
 
 
 def _field_at_fault(tokens: GrammarTokens, plan: AnswerPlan) -> str:
-    """Return the field of the first part of a plan that fails alone; the whole plan's if none does."""
+    """Return the field of the first part of a plan that fails without the others, or the whole plan's field if none
+    does."""
     parts = parts_of(plan)
     if len(parts) > 1:
         for field_name, part in parts:
@@ -115,13 +120,13 @@ def _field_at_fault(tokens: GrammarTokens, plan: AnswerPlan) -> str:
 
 @dataclass(slots=True)
 class _Check:
-    """A child at work."""
+    """A forked process that tries a plan, and what it has sent so far."""
 
     number: int
-    field_name: str  # named by a refusal
+    field_name: str  # the field that a refusal names
     pid: int
     deadline: float
-    said: bytearray = field(default_factory=bytearray)
+    output: bytearray = field(default_factory=bytearray)
 
 
 class CheckServer:
@@ -130,31 +135,31 @@ class CheckServer:
     def __init__(self, channel: Connection, tokens: GrammarTokens) -> None:
         self._channel, self._tokens = channel, tokens
         self._waiting: deque[tuple[int, AnswerPlan]] = deque()
-        self._running: dict[int, _Check] = {}  # by the end of the pipe that is read
+        self._running: dict[int, _Check] = {}  # by the read end of the pipe
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel.fileno(), selectors.EVENT_READ)
 
     def run(self) -> None:
         while True:
-            for key, _ in self._selector.select(self._patience()):
+            for key, _ in self._selector.select(self._seconds_left()):
                 if key.fd == self._channel.fileno():
                     try:
-                        self._hear()
+                        self._receive()
                     except (EOFError, OSError):
                         return
                 else:
                     self._read(key.fd)
-            self._end_late()
+            self._end_overdue()
             while self._waiting and len(self._running) < PARALLEL:
                 self._begin(*self._waiting.popleft())
 
-    def _patience(self) -> float | None:
-        """Seconds until the first deadline."""
+    def _seconds_left(self) -> float | None:
+        """Return the seconds until the first deadline; None if nothing runs."""
         if not self._running:
             return None
         return max(0.0, min(check.deadline for check in self._running.values()) - time.monotonic())
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         asked = json.loads(self._channel.recv_bytes())
         self._waiting.append((asked["number"], AnswerPlan.from_json(asked["plan"])))
 
@@ -172,18 +177,18 @@ class CheckServer:
     def _read(self, pipe: int) -> None:
         data = os.read(pipe, 2**16)
         check = self._running[pipe]
-        check.said += data
+        check.output += data
         if not data:
             self._finish(pipe, "")
 
-    def _end_late(self) -> None:
+    def _end_overdue(self) -> None:
         now = time.monotonic()
         for pipe, check in list(self._running.items()):
             if now >= check.deadline:
                 self._finish(pipe, TOO_LONG)
 
     def _finish(self, pipe: int, reason: str) -> None:
-        """Take leave of a child, killing it if it still lives, and pass on what it said."""
+        """End a check: kill its process if it is late (`reason`), reap it, and send its result."""
         check = self._running.pop(pipe)
         self._selector.unregister(pipe)
         os.close(pipe)
@@ -192,10 +197,10 @@ class CheckServer:
                 os.kill(check.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(check.pid, 0)[1])
         is_answered = status == 0 and not reason
-        answer = json.loads(check.said) if is_answered else _refusal(check.field_name, reason or _death(status))
-        # a crash comes again with the same grammar; time runs out, and the system kills, on a busy machine too
-        answer["is_certain"] = is_answered or (not reason and -status in _DEATHS)
-        with contextlib.suppress(OSError):  # nobody is there to hear; the next read ends this process
+        answer = json.loads(check.output) if is_answered else _refusal(check.field_name, reason or _exit_reason(status))
+        # the same grammar crashes again; timeouts and kills by the system may be due to a busy machine
+        answer["is_certain"] = is_answered or (not reason and -status in _REASON_OF_SIGNAL)
+        with contextlib.suppress(OSError):  # the parent is gone; the next read ends this process
             self._channel.send_bytes(json.dumps({"number": check.number, **answer}).encode())
 
 
@@ -203,17 +208,17 @@ def _refusal(field_name: str, reason: str) -> dict[str, Any]:
     return {"field": field_name, "reason": reason, "fix": "send a simpler one"}
 
 
-def _death(status: int) -> str:
-    """What it means that a child ended so."""
-    return _DEATHS.get(-status, TOO_LONG if status < 0 else "cannot be compiled")
+def _exit_reason(status: int) -> str:
+    """Return the refusal reason for a process that ended with this status."""
+    return _REASON_OF_SIGNAL.get(-status, TOO_LONG if status < 0 else "cannot be compiled")
 
 
 def _run_child(tokens: GrammarTokens, plan: AnswerPlan, pipe: int) -> NoReturn:
-    """The whole life of a forked child: bound itself, try, say how it went."""
+    """Run in a forked process: set limits, try the plan, send the result, exit."""
     code = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that aborts has its own words for it
-        _bound()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the message of a library that aborts
+        _limit_resources()
         threading.stack_size(STACK_BYTES)
         answer: dict[str, Any] = {}
         worker = threading.Thread(target=lambda: answer.update(_answer(tokens, plan)))
@@ -232,11 +237,11 @@ def _answer(tokens: GrammarTokens, plan: AnswerPlan) -> dict[str, Any]:
     except InvalidRequest as error:
         return {"field": error.field, "reason": error.reason, "fix": error.fix}
     except MemoryError:
-        return _refusal(plan.field, _death(-signal.SIGABRT))
+        return _refusal(plan.field, _exit_reason(-signal.SIGABRT))
 
 
-def _bound() -> None:
-    """Little time, little memory, no files."""
+def _limit_resources() -> None:
+    """Limit this process to little CPU time and memory, and to no files."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -249,7 +254,7 @@ def _bound() -> None:
 
 def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it ends with whoever holds the other end of the channel
+        signal.signal(number, signal.SIG_IGN)  # it ends when the channel is closed
     os.nice(NICENESS)
     channel = Connection(int(arguments[0]))
     try:

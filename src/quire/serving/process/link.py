@@ -1,4 +1,4 @@
-"""The edge's line to the engine process: what is sent down it and who is told what comes back."""
+"""The interface between an edge and the engine process: the calls to the engine, and the events from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.types.stats import BlockMap, EngineStats
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model consists of."""
+    """The architecture and the dimensions of a model."""
 
     architecture: str = ""
     parameters: int = 0
@@ -33,7 +33,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """An engine came up: what it serves. `generation` counts engines since the server started, from 1."""
+    """The properties of an engine that is ready. `generation` counts engines since the server's start, from 1."""
 
     generation: int
     max_model_len: int
@@ -50,20 +50,22 @@ class EngineReady:
     model: ModelSizes = ModelSizes()
     groups: KVGroups = PLAIN
     images: ImageLimits | None = None  # None: the model takes no images
-    adapter_slots: int = 0  # of LoRA adapters; 0: there are none
-    pooling: PoolingModel | None = None  # what it makes of texts; None: it generates text
+    adapter_slots: int = 0  # device slots for LoRA adapters; 0: LoRA is off
+    pooling: PoolingModel | None = None  # how it pools token vectors; None: it generates text
 
 
 class EngineListener(Protocol):
-    """Told what the engine says, always on the link's own thread, one call at a time. Must not block or raise."""
+    """Receives the events of an engine. All methods are called on the link's thread, one at a time. They must not block
+    or raise."""
 
     def engine_up(self, ready: EngineReady) -> None: ...
 
     def engine_down(self, reason: str) -> None:
-        """Every request submitted so far that has not finished is lost. One line fit to log, not to show clients."""
+        """The engine has ended, and every unfinished request is lost. `reason` is one line for the log; do not show it
+        to clients."""
 
     def accepted(self, request_id: str, handle: int) -> None:
-        """Sample i of the request answers to handle + i. Comes before any of its tokens."""
+        """The engine has accepted a request. Sample i has the handle `handle` + i. Called before any of its tokens."""
 
     def refused(self, request_id: str, error: InvalidRequest) -> None: ...
 
@@ -71,42 +73,43 @@ class EngineListener(Protocol):
 
 
 class EngineLink(Protocol):
-    """Thread-safe. Nothing here waits for the engine but what is awaited."""
+    """Sends requests to an engine. Thread-safe. Only coroutines wait for the engine."""
 
     def start(self, listener: EngineListener) -> None: ...
 
     def submit(self, request: Submit) -> None:
-        """Send a request; the answer is `accepted` or `refused`. While no engine is up it is lost: see engine_down.
-        Raises EngineDead, and sends nothing, if the engine has too much to read already."""
+        """Send a request. `accepted` or `refused` follows. A request that is sent while no engine is up is lost: see
+        `engine_down`. Raises EngineDead, and sends nothing, if too many messages to the engine are unread."""
 
     def abort(self, abort: Abort) -> None: ...
 
     def backlog(self) -> Backlog | None:
-        """Return what the engine could not run at the end of its last step. None: no engine is up, or it made no step
-        yet."""
+        """Return what the engine could not run at the end of its last step. Returns None if no engine is up or it has
+        made no step."""
 
     async def stats(self) -> EngineStats:
-        """Raises EngineDead when the engine is down or does not answer within seconds."""
+        """Return the engine's counters. Raises EngineDead if the engine is down or does not answer within seconds."""
 
     async def block_map(self) -> BlockMap:
-        """Raises EngineDead when the engine is down or does not answer within seconds."""
+        """Return the holders of all blocks. Raises EngineDead like `stats`."""
 
     async def pins(self) -> tuple[PinnedPrefix, ...]:
-        """The prompts that stay resident. Raises EngineDead as above."""
+        """Return the pinned prompts. Raises EngineDead like `stats`."""
 
     async def unpin(self, salt: str, name: str) -> bool:
-        """Let go of a resident prompt; False if there is none of that name. Raises EngineDead as above."""
+        """Unpin a prompt. Returns False if there is none of this name. Raises EngineDead like `stats`."""
 
     async def adapters(self) -> tuple[AdapterInfo, ...]:
-        """The LoRA adapters that requests may name. Raises EngineDead as above."""
+        """Return the LoRA adapters that requests may name. Raises EngineDead like `stats`."""
 
     async def load_adapter(self, name: str, folder: str, *, in_place: bool) -> AdapterInfo:
-        """Load a LoRA adapter. Raises InvalidRequest, or EngineDead as above, after minutes."""
+        """Load a LoRA adapter. Raises InvalidRequest, or EngineDead if the engine is down or does not answer within
+        minutes."""
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
-        """Unload a LoRA adapter. Raises InvalidRequest, or EngineDead as above."""
+        """Unload a LoRA adapter. Raises InvalidRequest, or EngineDead like `stats`."""
 
     async def reset_cache(self) -> int:
-        """Forget cached prefixes; returns how many blocks that freed. Raises EngineDead as above."""
+        """Empty the prefix cache. Returns how many blocks became free. Raises EngineDead like `stats`."""
 
     def close(self) -> None: ...

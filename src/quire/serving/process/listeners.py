@@ -1,4 +1,4 @@
-"""All sockets that the server listens on: those of the API, one for each edge, and one for admin where asked."""
+"""All listening sockets of the server: one API socket for each edge, and an admin socket if configured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADMIN_MODE = 0o600
 
 
 class Addresses(Protocol):
-    """The part of a configuration that says where to listen: a server's or a router's."""
+    """The addresses in the configuration of a server or a router."""
 
     @property
     def host(self) -> str: ...
@@ -39,7 +39,7 @@ class Addresses(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Bound sockets. Edges inherit them: each has one of `api`, and all share `admin`."""
+    """Bound sockets, which edges inherit: each edge has one of `api`, and all share `admin`."""
 
     api: list[socket.socket]
     admin: socket.socket | None
@@ -50,7 +50,7 @@ class Listeners:
 
 @contextmanager
 def open_listeners(config: Addresses) -> Iterator[Listeners]:
-    """Bind all sockets of the server; close them afterwards. Raises ConfigError for an address that cannot be used."""
+    """Bind all sockets of the server, and close them on exit. Raises ConfigError for an address that cannot be used."""
     where = config.listen
     scheme = "http" if where.tls_cert is None else "https"
     with contextlib.ExitStack() as stack:
@@ -76,7 +76,8 @@ def open_listeners(config: Addresses) -> Iterator[Listeners]:
 
 @contextmanager
 def _unix_socket(setting: str, path: str, mode: int) -> Iterator[socket.socket]:
-    """Listen on a UNIX socket at `path`, and remove it afterwards. A socket that a killed server left is replaced."""
+    """Listen on a UNIX socket at `path`, and remove it on exit. A socket that a killed server left there is
+    replaced."""
     _remove_abandoned(setting, path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         before = os.umask(0o777 & ~mode)
@@ -104,7 +105,7 @@ def _remove_abandoned(setting: str, path: str) -> None:
     except OSError as error:
         raise ConfigError(setting, f"{path} cannot be used: {error.strerror}", "choose another path") from None
     if not stat.S_ISSOCK(found.st_mode):
-        raise ConfigError(setting, f"{path} exists and is no socket", "choose another path")
+        raise ConfigError(setting, f"{path} exists and is not a socket", "choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         answer = probe.connect_ex(path)

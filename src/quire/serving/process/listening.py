@@ -1,4 +1,4 @@
-"""The server's TCP address, bound before anything is loaded."""
+"""Binds the server's TCP address before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ BACKLOG = 4_096  # connections the kernel keeps until an edge accepts them
 
 
 def listen(host: str, port: int, count: int = 1, setting: str = "port") -> list[socket.socket]:
-    """Listening sockets at one address, one for each edge to inherit: the kernel shares connections out among them.
+    """Return `count` listening sockets at one address. The kernel distributes connections among them.
 
-    Raises ConfigError, which names `setting`, when the address is taken or not there.
+    Raises ConfigError that names `setting` if the address is in use or not available.
     """
     first = _bind(host, port, setting)
     if count == 1:
         return [first]
-    found = first.getsockname()[1]  # free until now: sockets that share it must all say so
+    found = first.getsockname()[1]  # close it: all sockets that share a port must set SO_REUSEPORT
     first.close()
     sockets: list[socket.socket] = []
     try:
@@ -51,7 +51,7 @@ def _bind(host: str, port: int, setting: str, *, shared: bool = False) -> socket
 
 
 def address_of(listener: socket.socket, host: str, scheme: str = "http") -> str:
-    """Where a browser on this machine finds the server."""
+    """Return the URL at which a browser on this machine reaches the server."""
     port = listener.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
@@ -64,5 +64,5 @@ def _explain(error: OSError, host: str, port: int, setting: str) -> ConfigError:
     if error.errno == errno.EACCES:
         return ConfigError(setting, f"{port} may not be used by this user", "choose one above 1023")
     if error.errno == errno.EADDRNOTAVAIL:
-        return ConfigError("host", f"{host} is no address of this machine", "use 127.0.0.1 or 0.0.0.0")
+        return ConfigError("host", f"{host} is not an address of this machine", "use 127.0.0.1 or 0.0.0.0")
     return ConfigError(setting, f"{host}:{port} cannot be bound: {error.strerror}", "choose another")

@@ -1,4 +1,5 @@
-"""What a server needs on disk: the files of its models, and folders that it may write. Checked before it starts."""
+"""Finds the files of a server's models, and checks the models and the folders that the server writes, before it
+starts."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from quire.types.errors import ConfigError, ModelLoadError
 
 
 def with_local_files(config: ServerConfig, *, offline: bool, progress: Progress = silent) -> ServerConfig:
-    """Return the configuration with paths in place of the names of models. Downloads what is not here, unless
-    `offline`. Raises ConfigError for a name that means nothing, ModelLoadError for files that cannot be had."""
+    """Return the configuration with paths instead of model names. Downloads missing models, unless `offline`. Raises
+    ConfigError for an unknown name, ModelLoadError for files that are not available."""
     source = config.source
     files = resolve_model(source.model, offline=offline, progress=progress)
     tokenizer = source.tokenizer
@@ -41,9 +42,10 @@ def with_local_files(config: ServerConfig, *, offline: bool, progress: Progress 
 
 
 def find_local_files(config: ServerConfig, progress: Progress = silent) -> ServerConfig | None:
-    """Return the configuration with the paths of models that are all on this machine; None if some must be downloaded.
+    """Return the configuration with the paths of models that are all on this machine, or None if some must be
+    downloaded.
 
-    Raises ConfigError or ModelLoadError for what no download could mend.
+    Raises ConfigError or ModelLoadError for problems that a download cannot solve.
     """
     try:
         return with_local_files(config, offline=True, progress=progress)
@@ -56,8 +58,8 @@ def find_local_files(config: ServerConfig, progress: Progress = silent) -> Serve
 
 
 def check_model(config: ServerConfig) -> None:
-    """Check that the models whose files are here are of families that can be served, and that a draft model can
-    draft. Raises ConfigError or ModelLoadError. The engine checks their numbers."""
+    """Check that the architectures of the local models are supported, and that a draft model can draft. Raises
+    ConfigError or ModelLoadError. Dimensions are checked later, by the engine."""
     read_family(files_at(Path(config.source.model)))
     speculation = read_speculation(config.engine.speculative_config)
     if speculation is not None and speculation.model is not None:

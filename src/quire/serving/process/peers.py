@@ -1,4 +1,4 @@
-"""The other edges of the server, as one of them sees them: through the supervisor."""
+"""Messages from one edge to the other edges of the server, through the supervisor."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from quire.serving.process.control import AskAbort, AskEdges, ControlMessage, EdgeAnswer, RequestRow
 
-ANSWER_SECONDS = 1.0  # an edge that takes longer is left out
+ANSWER_SECONDS = 1.0  # how long to wait for other edges; those that take longer are left out
 
 
 class Peers:
-    """Asks the other edges on an admin's behalf. Belongs to the event loop."""
+    """Asks the other edges on behalf of an admin. Must be used on the event loop only."""
 
     def __init__(self, send: Callable[[ControlMessage], None], edge: int = 0, num_others: int = 0) -> None:
         self._send, self.edge, self._num_others = send, edge, num_others
@@ -20,7 +20,7 @@ class Peers:
         self._asked: dict[int, asyncio.Queue[EdgeAnswer]] = {}
 
     async def requests(self) -> tuple[list[RequestRow], int]:
-        """What the others look after, and how many of them did not answer in time."""
+        """Return the live requests of the other edges, and how many of these did not answer in time."""
         if not self._num_others:
             return [], 0
         number, rows, missing = next(self._numbers), list[RequestRow](), self._num_others
@@ -38,11 +38,11 @@ class Peers:
         return rows, missing
 
     def abort(self, request_ids: tuple[str, ...] | None) -> None:
-        """Have the others end these requests, by the engine's ids, or all they have."""
+        """Let the other edges abort these requests (by the engine's ids), or all."""
         if self._num_others:
             self._send(AskAbort(request_ids))
 
     def take(self, answer: EdgeAnswer) -> None:
-        """An edge answered; too late is no harm."""
+        """Handle the answer of an edge. A late answer is ignored."""
         if answer.number in self._asked:
             self._asked[answer.number].put_nowait(answer)

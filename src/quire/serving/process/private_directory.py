@@ -1,4 +1,4 @@
-"""A folder for the sockets of one running server."""
+"""A private directory for the sockets and shared files of one running server."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 from quire.types.errors import ConfigError
 
 _PREFIX = "quire-serve-"
-_LONGEST_HOME = 80  # characters; the address of a socket has room for about a hundred
+_LONGEST_HOME = 80  # characters; a socket address has room for about 100
 
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """A new folder that only this user can enter, gone afterwards. Those of servers that were killed go now. Raises
-    ConfigError where none can be made.
+    """Make a directory that only this user can enter, and remove it on exit. Also removes directories left by servers
+    that were killed. Raises ConfigError if none can be made.
 
-    It is locked while it is in use; a lock ends with its process, however that ended.
+    The directory is locked while it is in use. The kernel releases the lock when the process ends for any reason.
     """
     home = Path(tempfile.gettempdir())
     if len(str(home)) > _LONGEST_HOME:
@@ -46,7 +46,7 @@ def _make(home: Path) -> tuple[Path, int]:
             raise ConfigError("TMPDIR", reason, "set it to a folder that this user can write") from None
         lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if made.exists():  # else another server took it for abandoned before it was locked
+        if made.exists():  # otherwise another server has removed it before it was locked
             return made, lock
         os.close(lock)
 

@@ -1,4 +1,4 @@
-"""The edge's line to an engine in its own process: one thread reads, any thread sends."""
+"""The edge's connection to an engine in another process. One thread receives; any thread may send."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from quire.engine.messages import (
 )
 from quire.engine.progress import Backlog, ProgressReader
 from quire.engine.transport import EdgeSocket
-from quire.serving.process.child import leave_orphaned
+from quire.serving.process.child import exit_orphaned
 from quire.serving.process.control import ControlChannel, ControlMessage, EngineDown, EngineUp
 from quire.serving.process.link import EngineListener
 from quire.types.adapters import AdapterInfo
@@ -51,31 +51,31 @@ from quire.types.stats import BlockMap, EngineStats
 
 logger = logging.getLogger("quire.edge")
 
-ANSWER_SECONDS = 5.0  # a step may be long; when the engine ends, questions end at once
-LOAD_SECONDS = 600.0  # to read a LoRA adapter, after those before it
+ANSWER_SECONDS = 5.0  # long, since a step may take long; if the engine ends, questions fail at once
+LOAD_SECONDS = 600.0  # to load a LoRA adapter, including those queued before it
 _MAX_QUESTIONS = 256  # unanswered at one time
-_MAX_OUTBOX = 65_536  # messages not yet handed to the socket
+_MAX_OUTBOX = 65_536  # messages not yet passed to the socket
 
 Answer = TypeVar("Answer", EngineStats, BlockMap, int, tuple[PinnedPrefix, ...], tuple[AdapterInfo, ...], bool, object)
 
 
 @dataclass(frozen=True, slots=True)
 class _Outgoing:
-    """An encoded message for the engine, or the refusal of one that could not be encoded."""
+    """An encoded message for the engine, or the refusal of a request that could not be encoded."""
 
     frame: bytes = b""
-    question: int = 0  # its number when it is one
+    question: int = 0  # the number of a question; 0: not a question
     is_submit: bool = False
     refused: Refused | None = None
 
 
 class RemoteLink:
-    """Implements EngineLink. Its thread also reads the edge's control channel: news of the engine go to the listener,
-    everything else to `on_control`, all on that thread. When the supervisor is gone, or the thread cannot go on, the
-    process is of no more use: `on_lost` is called last.
+    """Implements EngineLink. Its thread also reads the edge's control channel: messages about the engine go to the
+    listener, all others to `on_control`, on that thread. `on_lost` is called last, when the supervisor is gone or the
+    thread has failed: the process must end then.
 
-    Nothing is sent to a later engine than the one it was meant for: a submit that finds no engine is answered with
-    `engine_down` again. What an engine does not read in time waits, and goes when it reads again.
+    A message is never sent to a later engine than the one it was meant for: if no engine is up, a submit is answered
+    with `engine_down`. Messages that an engine does not read wait until it reads again.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class RemoteLink:
         edge: int,
         *,
         on_control: Callable[[ControlMessage], None],
-        on_lost: Callable[[], None] = leave_orphaned,
+        on_lost: Callable[[], None] = exit_orphaned,
     ) -> None:
         self._channel, self._edge = channel, edge
         self._on_control, self._on_lost = on_control, on_lost
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
-        self._engine: EdgeSocket | None = None  # the thread's own, as is the next
-        self._is_blocked = False  # the engine reads nothing: what is in the outbox waits until it does
+        self._engine: EdgeSocket | None = None  # this and the next are used by the thread only
+        self._is_blocked = False  # the engine does not read, so the outbox waits
         self._progress: ProgressReader | None = None  # of the engine that is up
         self._reason = "the engine is loading"
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class RemoteLink:
 
     # --------------------------------------------------------------------------------------------- from any thread
     def start(self, listener: EngineListener) -> None:
-        """Begin to read. Called once."""
+        """Start the thread. Called once."""
         self._poller.register(self._channel.fileno(), zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, args=(listener,), name="engine link", daemon=True)
@@ -120,7 +120,7 @@ class RemoteLink:
             self._post(_Outgoing(refused=refused))
 
     def abort(self, abort: Abort) -> None:
-        self._post(_Outgoing(encode(abort)), is_bounded=False)  # no more of them than of submits
+        self._post(_Outgoing(encode(abort)), is_bounded=False)  # unbounded: there are no more aborts than submits
 
     def backlog(self) -> Backlog | None:
         progress = self._progress
@@ -154,7 +154,7 @@ class RemoteLink:
         return await self._ask(lambda number: Ask(number, "reset_cache"), int)
 
     def close(self) -> None:
-        """Take leave of the engine, which ends whatever it still has of this edge, and stop reading. Idempotent."""
+        """Send the engine a Goodbye, which aborts all requests of this edge, and stop the thread. Idempotent."""
         if self._closing:
             return
         self._post(_Outgoing(encode(Goodbye())), is_bounded=False, last=True)
@@ -164,12 +164,13 @@ class RemoteLink:
         self._context.term()
 
     def _post(self, outgoing: _Outgoing, *, is_bounded: bool = True, last: bool = False) -> None:
-        """Hand a message to the thread. After the last one nothing is sent: the engine was told goodbye."""
+        """Queue a message for the thread. `last` is for the Goodbye: nothing is queued after it. Raises EngineDead if
+        the queue is full."""
         with self._lock:
             if self._closing:
                 return
             if is_bounded and len(self._outbox) >= _MAX_OUTBOX:
-                raise EngineDead(f"{_MAX_OUTBOX} messages to the engine are unsent: it reads nothing")
+                raise EngineDead(f"{_MAX_OUTBOX} messages to the engine are unsent: it does not read them")
             self._closing = last
             self._outbox.append(outgoing)
             if self._woken and not last:
@@ -202,12 +203,12 @@ class RemoteLink:
             self._read(listener)
         except Exception:
             logger.exception("the link to the engine failed")
-        self._hang_up(flush=True)
+        self._disconnect(flush=True)
         if not self._closing:
             self._on_lost()
 
     def _read(self, listener: EngineListener) -> None:
-        """Until `close`, or until the supervisor is gone."""
+        """Send and receive until `close`, or until the supervisor is gone."""
         while True:
             readable = dict(self._poller.poll(0 if self._channel.has_pending else None))
             self._send_outbox(listener)
@@ -227,7 +228,7 @@ class RemoteLink:
         with self._lock:
             outgoing, self._outbox = self._outbox, deque()
             if self._woken:
-                with suppress(BlockingIOError):  # the number was not there yet: the next poll wakes once for nothing
+                with suppress(BlockingIOError):  # not written yet: the next poll wakes once in vain
                     os.eventfd_read(self._wake)
                 self._woken = False
         for refused in [item.refused for item in outgoing if item.refused is not None]:
@@ -248,24 +249,24 @@ class RemoteLink:
             listener.engine_down(self._reason)
 
     def _set_blocked(self, is_blocked: bool) -> None:
-        """Wait, or no longer wait, until the engine reads again."""
+        """Start or stop polling for the moment when the engine reads again."""
         if is_blocked != self._is_blocked and self._engine is not None:
             self._is_blocked = is_blocked
             self._poller.register(self._engine.pollable, zmq.POLLIN | (zmq.POLLOUT if is_blocked else 0))
             if is_blocked:
-                logger.warning("the engine reads nothing: what is sent to it waits")
+                logger.warning("the engine does not read its messages: new ones are queued")
             else:
-                logger.info("the engine reads again")
+                logger.info("the engine reads its messages again")
 
     def _read_control(self, listener: EngineListener) -> bool:
-        """Read what the supervisor said; False when it is gone."""
+        """Read the supervisor's messages. Returns False if it is gone."""
         while True:
             message = self._channel.receive()
             if message is None:
                 return False
             if isinstance(message, EngineUp):
-                self._hang_up(flush=False)
-                self._send_outbox(listener)  # what was meant for an earlier engine
+                self._disconnect(flush=False)
+                self._send_outbox(listener)  # answer messages that were meant for an earlier engine
                 self._engine = EdgeSocket(self._context, self._edge, message.address)
                 self._poller.register(self._engine.pollable, zmq.POLLIN)
                 self._progress = _open_progress(message.progress)
@@ -302,21 +303,21 @@ class RemoteLink:
             self._answer(message.number, message.num_freed)
 
     def _lose(self, listener: EngineListener, reason: str) -> None:
-        """The engine is gone, or says that it is going: the sooner its clients know, the better."""
+        """Disconnect from an engine that has ended or announces its end, and report it to the listener at once."""
         self._reason = reason
-        self._hang_up(flush=False)
+        self._disconnect(flush=False)
         self._fail_questions()
         listener.engine_down(reason)
 
-    def _hang_up(self, *, flush: bool) -> None:
-        """Leave the engine's line: whatever an ended engine had sent and is unread goes with it."""
+    def _disconnect(self, *, flush: bool) -> None:
+        """Close the connection to the engine. Messages from it that are still unread are dropped."""
         if self._engine is not None:
             self._poller.unregister(self._engine.pollable)
             self._engine.close(flush=flush)
             self._engine, self._progress, self._is_blocked = None, None, False
             with self._lock:
                 self._woken = True
-            os.eventfd_write(self._wake, 1)  # what it has not read is for no later engine
+            os.eventfd_write(self._wake, 1)  # wake the thread to answer what the engine has not read
 
     def _answer(self, number: int, answer: object) -> None:
         with self._lock:
@@ -336,7 +337,7 @@ class RemoteLink:
 
 
 def _loaded(answer: object) -> AdapterInfo:
-    """Return the adapter in an answer, or raise the refusal in it."""
+    """Return the adapter in an answer, or raise the InvalidRequest in it."""
     if isinstance(answer, InvalidRequest):
         raise answer
     assert isinstance(answer, AdapterInfo)

@@ -1,4 +1,4 @@
-"""Starts processes of the server. Imports little, so that the engine process can be started before all else."""
+"""Starts the processes of the server. Imports little, so that the engine process can be started first."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Spawned(NamedTuple):
-    """This process's end of the control socket, and the process."""
+    """A started process, and this process's end of its control socket."""
 
     control: socket.socket
     process: subprocess.Popen[bytes]
 
 
 def spawn(module: str, *, inherit: Sequence[int] = (), environment: Mapping[str, str] | None = None) -> Spawned:
-    """Start `python -m module FD`. `environment`: variables that differ from those of this process. Raises OSError
-    where there is no room for another process."""
+    """Start `python -m module FD`. `environment` has the variables that differ from those of this process. Raises
+    OSError if the system cannot start a process."""
     ours, theirs = socket.socketpair()
     with ExitStack() as unless_started, theirs:
         unless_started.callback(ours.close)
@@ -36,23 +36,23 @@ def spawn(module: str, *, inherit: Sequence[int] = (), environment: Mapping[str,
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *inherit),
             env=child_environment(**(environment or {}), PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
-            process_group=0,  # Ctrl-C reaches the supervisor alone
+            process_group=0,  # so that Ctrl-C reaches only the supervisor
         )
         unless_started.pop_all()
     return Spawned(ours, process)
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it ends. Only Linux does that; elsewhere a process
-    ends when it next reads its control socket."""
+    """Let the kernel kill this process when its parent ends. Only Linux supports that; elsewhere a process ends when it
+    next reads its control socket."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
 def spawned_engine() -> Iterator[Spawned]:
-    """An engine process that imports torch while this process finds out what it is to load. It is killed when the
-    context is left."""
+    """Start an engine process that imports torch while this process reads the configuration. It is killed on exit from
+    the context."""
     engine = spawn(ENGINE)
     try:
         yield engine

@@ -1,4 +1,5 @@
-"""`quire serve`: one supervisor, one engine process, some edge processes. Nothing is computed or parsed here."""
+"""The supervisor of `quire serve`: it starts and watches one engine process and some edge processes. It computes
+nothing and handles no requests."""
 
 from __future__ import annotations
 
@@ -43,18 +44,18 @@ from quire.types.errors import ConfigError, QuireError
 
 logger = logging.getLogger("quire.supervisor")
 
-_TICK_SECONDS = 0.25  # between two looks at the engine's progress
+_TICK_SECONDS = 0.25  # between two checks of the engine's progress
 _ENGINE_EXIT_SECONDS = 2.0
 _NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ServerFailed(QuireError):
-    """The server cannot go on: its engine or an edge would not start. The cause in one line."""
+    """The server cannot continue: its engine or an edge does not start. The text is the cause in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The modules that the processes run, and the check of a model's files before any of them starts."""
+    """The modules that the processes run, and the check of a model's files before they start."""
 
     engine: str = ENGINE
     edge: str = "quire.serving.edge_main"
@@ -63,11 +64,11 @@ class Programs:
 
 
 class Supervisor:
-    """Runs the whole server until it is told to stop. Must be used in the main thread, which gets the signals.
+    """Runs the whole server until it is stopped. Must be used in the main thread, which receives the signals.
 
-    `admin_key` is only shown, in the line that says where the playground is; what is checked are digests in `config`.
-    `keys` says where the keys come from: SIGHUP reads them again. `engine`: the process of the first engine, if it was
-    started before.
+    `admin_key` is only printed, in the address of the playground; requests are checked against digests in `config`.
+    `keys` are the sources of the keys, which SIGHUP reads again. `engine` is the process of the first engine if it was
+    started already.
     """
 
     def __init__(
@@ -93,9 +94,10 @@ class Supervisor:
         self._fetch: FetchKeeper | None = None
 
     def run(self) -> int:
-        """Serve. Returns the exit code: 0 after a drain, 128 + the signal's number when it was forced.
+        """Serve until stopped. Returns the exit code: 0 after a drain, 128 + the signal's number if a second signal
+        forced the end.
 
-        Raises ConfigError or ModelLoadError before anything is started, ServerFailed when the server cannot go on.
+        Raises ConfigError or ModelLoadError before anything is started, ServerFailed if the server cannot continue.
         """
         set_up_logging(self._config.log_level, self._config.log_format, "supervisor")
         _check(self._config)
@@ -110,9 +112,9 @@ class Supervisor:
                     children.callback(self._fetch.stop)
                     found = self._fetch_files(self._fetch, wake)
                 if found is None:
-                    return 0  # a signal came before the files
+                    return 0  # a signal stopped the download
                 self._config = found
-                give_back()  # what reading the model's files took and freed
+                give_back()  # return memory that reading the model's files has freed
                 self._key_file = self._write_key(directory)
                 self._make_keepers(directory, listeners)
                 children.callback(self._engine.kill)
@@ -121,7 +123,7 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------- starting
     def _find_files(self) -> ServerConfig | None:
-        """Return the configuration with the paths of the models' files; None if they must be downloaded first."""
+        """Return the configuration with the paths of the models' files, or None if they must be downloaded first."""
         check_folders(self._config)
         found = find_local_files(self._config, self._announcer.progress)
         self._announcer.end_progress()
@@ -152,12 +154,13 @@ class Supervisor:
             directory,
             programs.edge,
             listeners,
-            on_start=self._greet_edge,
-            on_gone=self._engine.tell_edge_gone,
+            on_start=self._report_engine,
+            on_gone=self._engine.report_edge_gone,
         )
 
     def _write_key(self, directory: Path) -> str | None:
-        """Write an admin key that was made, and is not shown, to a file of this user. Returns its path."""
+        """Write a generated admin key that is not printed to a file that only this user can read. Returns its path, or
+        None."""
         if self._keys.made_admin_key is None or self._admin_key is not None:
             return None
         path = directory / "admin-key"
@@ -165,7 +168,7 @@ class Supervisor:
         path.write_text(self._keys.made_admin_key + "\n", encoding="ascii")
         return str(path)
 
-    def _greet_edge(self, child: ChildProcess) -> None:
+    def _report_engine(self, child: ChildProcess) -> None:
         if self._engine.up is not None:
             child.send(self._engine.up)
 
@@ -184,14 +187,14 @@ class Supervisor:
                 raise ServerFailed(failure)
             if self._fetch is not None and self._edges.all_ready:
                 self._fetch.stop()
-            code = self._heed_signals(now)
+            code = self._handle_signals(now)
             if code is not None or self._has_stopped(now):
                 return code or 0
             self._announce(now)
             self._listen(wake)
 
     def _listen(self, wake: socket.socket) -> None:
-        """Wait for a word, an end or a signal, at most until the next look at the engine's progress."""
+        """Wait for messages, ends of processes and signals, at most until the next check of the engine's progress."""
         children = [*self._edges.children(), *([self._engine.child] if self._engine.child is not None else [])]
         for child in _wait_for(children, wake, min(_TICK_SECONDS, self._config.step_timeout / 4)):
             child.flush()
@@ -205,7 +208,7 @@ class Supervisor:
             elif isinstance(message, AskAbort | AskEdges):
                 self._edges.broadcast(message, but=child)
             elif isinstance(message, EdgeAnswer):
-                self._edges.tell(message.asker, message)
+                self._edges.send_to(message.asker, message)
             self._edges.handle(child, message)
             return
         self._engine.handle(message)
@@ -229,8 +232,8 @@ class Supervisor:
         self._announcer.ready(name, self._listeners.url, now - self._started_at, playground, self._key_file)
 
     # -------------------------------------------------------------------------------------------------- stopping
-    def _heed_signals(self, now: float) -> int | None:
-        """The first signal begins the drain; the exit code when another one forces the end."""
+    def _handle_signals(self, now: float) -> int | None:
+        """Handle signals: the first one starts the drain. Returns the exit code if another one forces the end."""
         while self._signals:
             number = self._signals.pop(0)
             if number == signal.SIGHUP and not self._lost_terminal():
@@ -243,7 +246,7 @@ class Supervisor:
         return None
 
     def _lost_terminal(self) -> bool:
-        """Whether SIGHUP means that the terminal was closed in which the server was started."""
+        """Whether SIGHUP means that the terminal in which the server was started has been closed."""
         if not self._has_terminal:
             return False
         try:
@@ -253,7 +256,7 @@ class Supervisor:
         return False
 
     def _reload(self) -> None:
-        """Read the keys and certificates again. If they are bad, those in force stay."""
+        """Read keys and certificates again. If they are invalid, the current ones stay in use."""
         try:
             digests = self._keys.digests()
             make_context(self._config.listen)
@@ -270,12 +273,12 @@ class Supervisor:
             return
         self._draining = True
         self._announcer.end_progress()
-        logger.info("stopping (%s): what runs has %g s to finish", why, self._config.drain_seconds)
+        logger.info("stopping (%s): running requests have %g s to finish", why, self._config.drain_seconds)
         self._engine.retire()
         self._edges.drain(now)
 
     def _has_stopped(self, now: float) -> bool:
-        """Edges first, then the engine, which must hurry."""
+        """Whether the drain is complete. Stops the engine when all edges have ended; it has 2 s to exit."""
         if not self._draining or not self._edges.all_ended:
             return False
         if self._stop_engine_at is None:
@@ -298,13 +301,14 @@ def _check(config: ServerConfig) -> None:
 
 
 def warn_of_useless(config: ServerConfig) -> None:
-    """Log the settings that are possible and have no effect with the others."""
+    """Log a warning for settings that have no effect in combination with the others."""
     if config.engine.lora_dir and not config.access.admin_digests:
         logger.warning("lora_dir: has no effect without an admin key, which loading adapters needs; add --admin")
 
 
 def _wait_for(children: Iterable[ChildProcess], wake: socket.socket, seconds: float) -> list[ChildProcess]:
-    """Wait for a message, an end or a signal, at most for some seconds. Returns the children to read from."""
+    """Wait for a message, the end of a process or a signal, for at most `seconds`. Returns the children to read
+    from."""
     with selectors.DefaultSelector() as selector:
         selector.register(wake, selectors.EVENT_READ)
         for child in children:
@@ -318,7 +322,8 @@ def _wait_for(children: Iterable[ChildProcess], wake: socket.socket, seconds: fl
 
 @contextmanager
 def _signals(noted: list[int]) -> Iterator[socket.socket]:
-    """While entered, `_NOTED` signals are noted for the loop; they and a child's end make the socket readable."""
+    """While entered, append `_NOTED` signals to `noted`. These and the end of a child make the returned socket
+    readable."""
     wake, waker = socket.socketpair()
     wake.setblocking(False)
     waker.setblocking(False)

@@ -9,7 +9,7 @@ from quire.types.errors import ConfigError
 
 
 def make_context(listen: ListenConfig) -> ssl.SSLContext | None:
-    """Return the context for TLS 1.2 and later, None without a certificate. Raises ConfigError for unusable files."""
+    """Return a context for TLS 1.2 and later, or None without a certificate. Raises ConfigError for invalid files."""
     if listen.tls_cert is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -19,8 +19,9 @@ def make_context(listen: ListenConfig) -> ssl.SSLContext | None:
 
 
 def reload_context(context: ssl.SSLContext, listen: ListenConfig) -> None:
-    """Read the files again, for connections from now on. Raises ConfigError and keeps the old ones if they are bad."""
-    make_context(listen)  # a bad pair must not reach the context in use
+    """Read the files again, for new connections. Raises ConfigError and keeps the old certificate if they are
+    invalid."""
+    make_context(listen)  # check first: an invalid pair must not get into the context in use
     assert listen.tls_cert is not None
     _load(context, listen.tls_cert, listen.tls_key)
 
@@ -41,7 +42,7 @@ def _load(context: ssl.SSLContext, cert: str, key: str | None) -> None:
 
 
 class _Encrypted(Exception):
-    """A private key asks for a password."""
+    """The private key is protected by a password."""
 
 
 def _no_password() -> str:

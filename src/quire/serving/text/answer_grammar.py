@@ -1,7 +1,7 @@
-"""The whole grammar of an answer: the user's structure, calls of tools and reasoning, composed once.
+"""Composes the grammar of a whole answer: the user's structure, tool calls and reasoning.
 
-An AnswerPlan says what the grammar consists of. The process that checks grammars builds it, tries exactly that text,
-and the engine gets exactly that text.
+An AnswerPlan lists the parts of the grammar. The process that checks grammars builds its text and tries it, and the
+engine gets exactly this text.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ CallRole = Literal["required", "instead", "among"]
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """The calls that an answer must or may hold.
+    """The tool calls that an answer must or may contain.
 
-    "required": the answer is calls. "instead": it is calls, or it matches the structure. "among": it is words with
-    calls in any place, and the calls follow their schemas.
+    Roles: "required": the answer consists of calls. "instead": it consists of calls, or it matches the structure.
+    "among": it is text with calls in any place, and the calls follow their schemas.
     """
 
-    form: str  # the name of the tool format
-    functions: str  # JSON: a list of names and parameters
+    form: str  # name of the tool format
+    functions: str  # JSON: a list of objects with name and parameters
     role: CallRole
     most: int
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What the grammar of one answer consists of. `special`: the tokens that its marks are written with."""
+    """The parts of the grammar of one answer. `special` are the special tokens that its fixed texts are written
+    with."""
 
     structure: Structure | None = None
     calls: CallPlan | None = None
@@ -49,13 +50,13 @@ class AnswerPlan:
 
     @property
     def size(self) -> int:
-        """Characters that users wrote."""
+        """Number of characters in the parts that the user wrote."""
         written = 0 if self.structure is None else self.structure.size
         return written + (0 if self.calls is None else len(self.calls.functions))
 
     @property
     def field(self) -> str:
-        """The field that an error about the whole names."""
+        """The request field that an error about the whole grammar names."""
         if self.structure is not None:
             return f"structured_outputs.{self.structure.kind}"
         return "tools" if self.calls is not None else "thinking_token_budget"
@@ -85,12 +86,13 @@ class AnswerPlan:
 
 
 def plan_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int] | None = None) -> AnswerPlan:
-    """Return the plan of an answer that matches a structure and holds nothing else. `special_tokens`: of the model."""
+    """Return the plan of an answer that matches a structure and has no calls or reasoning. `special_tokens` are those
+    of the model."""
     return AnswerPlan(structure_of(params), special=special_in(params, special_tokens or {}))
 
 
 def special_in(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Return those of the model's special tokens that stand in the fixed texts of a structural tag."""
+    """Return the model's special tokens that occur in the fixed texts of a structural tag."""
     if params.structural_tag is None:
         return ()
     texts = fixed_texts(str(params.structural_tag))
@@ -98,29 +100,30 @@ def special_in(params: StructuredOutputsParams, special_tokens: Mapping[str, int
 
 
 def build_grammar(plan: AnswerPlan) -> str:
-    """Return the grammar of the whole answer. Raises InvalidRequest for what cannot be written as one.
+    """Return the text of the whole answer's grammar. Raises InvalidRequest if the plan cannot be written as a grammar.
 
-    Whether llguidance takes it is not known yet.
+    llguidance may still refuse the text.
     """
     if plan.calls is None and not plan.reasoning and plan.structure is not None:
         return grammar_of(plan.structure, dict(plan.special))
     lark = LarkGrammar(dict(plan.special))
     form = reasoning_format_named(plan.reasoning) if plan.reasoning else None
     before_words = "" if form is None else lark.fixed(form.before_words)
-    if form is not None and not plan.begins_inside:  # else words could swallow the reasoning
-        lark.forbid_in_words(form.start)
+    if form is not None and not plan.begins_inside:  # otherwise text could match the reasoning too
+        lark.exclude_from_text(form.start)
     answer = _answer(plan, lark, before_words)
     if form is not None and plan.reasoning_budget is not None:
         answer = _after_bounded_reasoning(plan, plan.reasoning_budget, form, lark, answer)
     elif form is not None:
         answer = f"{_reasoning(form, lark, inside=plan.begins_inside)} ({answer})"
     is_slow = plan.structure is not None and is_long(plan.structure)
-    # llguidance 1.9.1 rolls a forced token back by the wrong length if it is a mark that is not special
+    # llguidance 1.9.1 rolls back the wrong length for a forced token of a mark that is not a special token
     return lark.text(answer, no_forcing=is_slow or plan.reasoning_budget is not None)
 
 
 def parts_of(plan: AnswerPlan) -> list[tuple[str, AnswerPlan]]:
-    """Return the parts that users wrote, each alone, with the field that holds it. The part at fault fails alone."""
+    """Return each part that the user wrote as a plan for itself, with the field that holds it, to find which part is
+    invalid."""
     found: list[tuple[str, AnswerPlan]] = []
     if plan.structure is not None:
         found.append((f"structured_outputs.{plan.structure.kind}", AnswerPlan(plan.structure, special=plan.special)))
@@ -141,14 +144,14 @@ def _answer(plan: AnswerPlan, lark: LarkGrammar, before_words: str) -> str:
     if plan.calls.role == "among":
         if not shape.mark:
             raise InvalidRequest("tools", "cannot be strict in this model's format unless a call is required")
-        return shape.among_words(lark, functions, plan.calls.most)
+        return shape.inside_text(lark, functions, plan.calls.most)
     calls = shape.calls(lark, functions, plan.calls.most)
     return f"({words}) | ({calls})" if plan.calls.role == "instead" else calls
 
 
 def _reasoning(form: ReasoningFormat, lark: LarkGrammar, *, inside: bool) -> str:
-    """Return the expression of the reasoning before an answer: it must be closed where the prompt opened it, and is
-    optional elsewhere."""
+    """Return the expression of the reasoning before an answer. If the prompt has opened the reasoning, it must be
+    closed; otherwise it is optional."""
     text = lark.text_until("reasoning", form.end, ANY_TEXT)
     lark.rule("REASONING_SPACE", r"/[ \n]{0,4}/")
     ending = lark.fixed(form.before_next) or "REASONING_SPACE"
@@ -160,10 +163,10 @@ def _after_bounded_reasoning(
 ) -> str:
     """Return the expression of an answer whose reasoning is closed after at most `budget` tokens.
 
-    Elsewhere than inside it, the answer may do without reasoning, but then it cannot begin any. Where several tokens
-    open it, there always is some.
+    Unless the prompt has opened it, the answer may have no reasoning, but then it cannot open it later. If the start
+    mark is not a special token, there always is reasoning.
     """
-    thought = lark.rule("reasoning", f"{lark.any_tokens_but(form.end, budget)} {lark.fixed(form.end)}")
+    thought = lark.rule("reasoning", f"{lark.any_tokens_except(form.end, budget)} {lark.fixed(form.end)}")
     if answer:
         lark.rule("REASONING_SPACE", r"/[ \n]{0,4}/")
         after = f"{lark.fixed(form.before_next) or 'REASONING_SPACE'} ({answer})"
@@ -174,4 +177,4 @@ def _after_bounded_reasoning(
     opened = f"{lark.fixed(form.start)} {thought} {after}"
     if not lark.is_special(form.start):
         return opened
-    return f"({opened}) | ({answer or lark.any_tokens_but(form.start)})"
+    return f"({opened}) | ({answer or lark.any_tokens_except(form.start)})"

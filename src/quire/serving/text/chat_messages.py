@@ -1,7 +1,6 @@
-"""Checks a conversation and brings it into the one shape that chat templates expect. This is the only check of
-messages, offline and served.
+"""Checks a conversation and converts it to the form that chat templates expect. Used both offline and by the server.
 
-For a template that knows no tools, they are described in words, and their calls and results written as Hermes does.
+For a template without tools, tools are described in text, and calls and results are written in Hermes format.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from quire.serving.text.tool_calls.hermes import END, START
 from quire.types.errors import InvalidRequest, UnknownParameter
 
 Message = dict[str, Any]
-UnknownMember = tuple[Any, str, UnknownParameter]  # the object that has it, its name, and the error that names it
+UnknownMember = tuple[Any, str, UnknownParameter]  # the object, the member's name, and the error to raise
 
 MAX_ROLE_CHARACTERS = 64
 MAX_DEPTH = 64
@@ -28,9 +27,9 @@ MESSAGE_FIELDS = frozenset(
     }
 )
 PART_FIELDS = frozenset({"type", "text", "refusal"})
-IMAGE_PARTS = ("image_url", "input_image", "image_pil")  # the last one holds a PIL image, offline
+IMAGE_PARTS = ("image_url", "input_image", "image_pil")  # the last one holds a PIL image and is used offline
 IMAGE_FIELDS = frozenset({"type", *IMAGE_PARTS, "detail"})
-PLACEHOLDER: Message = {"type": "image"}  # a part that stands for an image that was taken out
+PLACEHOLDER: Message = {"type": "image"}  # stands for an image that was removed from the message
 CALL_FIELDS = frozenset({"id", "type", "index", "function", "name", "arguments"})
 FUNCTION_FIELDS = frozenset({"name", "arguments"})
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -46,8 +45,8 @@ To call one, write its name and its arguments as a JSON object between tags, and
 
 
 class ForeignImage(dict[str, Any]):
-    """An image part that an endpoint of another API has made of a block of its own. Errors name that block by its place
-    and its type, and the field of it that holds the image."""
+    """An image part that the endpoint of another API made from one of its own content blocks. Errors name that block by
+    its path and type, and the field that holds the image."""
 
     def __init__(self, url: str, *, block: str, field: str, kind: str) -> None:
         super().__init__(type="image_url", image_url={"url": url})
@@ -55,15 +54,16 @@ class ForeignImage(dict[str, Any]):
 
 
 class PlainData:
-    """Copies JSON values for a template to read, and counts them against the input limit."""
+    """Copies JSON values for a template to read, and counts their size against the input limit."""
 
     def __init__(self, limits: TemplateLimits, *, takes_images: bool = False) -> None:
         self._limit = limits.input_characters
         self.size = 0
-        self.takes_images = takes_images  # parts may be placeholders of images
+        self.takes_images = takes_images  # message parts may be image placeholders
 
     def copy(self, field: str, value: Any, depth: int = 0) -> Any:
-        """`value` made of plain dicts, lists, strings and numbers only; anything else is refused by name."""
+        """Return a copy of `value` made of plain dicts, lists, strings, numbers, bools and None. Raises InvalidRequest
+        for any other type, and for a value that is too large or too deep."""
         self.size += 8 + (len(value) if isinstance(value, str) else 0)
         if self.size > self._limit:
             raise InvalidRequest(field, f"the conversation has more than {self._limit} characters", "shorten it")
@@ -89,13 +89,14 @@ class PlainData:
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]], data: PlainData, limits: TemplateLimits) -> list[Message]:
-    """The conversation as fresh plain messages: text parts joined, tool arguments parsed. Raises InvalidRequest."""
+    """Return the conversation as new plain messages: text parts are joined, tool arguments are parsed. Raises
+    InvalidRequest."""
     check_outline("messages", messages, limits.messages)
     return [_check_message(f"messages[{index}]", message, data) for index, message in enumerate(messages)]
 
 
 def check_outline(where: str, messages: Any, max_messages: int) -> None:
-    """Check that `messages` is a list with at least one message and not too many. Raises InvalidRequest."""
+    """Check that `messages` is a list with at least one message and at most `max_messages`. Raises InvalidRequest."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidRequest(where, "must be a list with at least one message", 'send [{"role": ..., "content": ...}]')
     if len(messages) > max_messages:
@@ -103,7 +104,7 @@ def check_outline(where: str, messages: Any, max_messages: int) -> None:
 
 
 def unknown_members(where: str, message: Any) -> Iterator[UnknownMember]:
-    """The members of a message, its text parts and its tool calls that nothing reads. A null counts as absent."""
+    """Yield the unknown members of a message, its parts and its tool calls. A member that is null counts as absent."""
     if not isinstance(message, Mapping):
         return
     yield from _unknown(where, message, MESSAGE_FIELDS)
@@ -121,7 +122,7 @@ def unknown_members(where: str, message: Any) -> Iterator[UnknownMember]:
 
 
 def unknown_of_image(where: str, part: Mapping[str, Any]) -> Iterator[UnknownMember]:
-    """The members of an image part that nothing reads, and `detail` where it asks for something."""
+    """Yield the unknown members of an image part, and `detail` unless it is "auto"."""
     yield from _unknown(where, part, IMAGE_FIELDS)
     address = part.get("image_url")
     holders = [(where, part)]
@@ -142,7 +143,7 @@ def _unknown(where: str, holder: Mapping[str, Any], known: frozenset[str]) -> It
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, data: PlainData) -> list[Any] | None:
-    """Tool descriptions (JSON schemas) as fresh plain data."""
+    """Return tool descriptions (JSON schemas) as new plain data. Raises InvalidRequest."""
     if tools is None:
         return None
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -164,7 +165,7 @@ def _check_message(where: str, message: Mapping[str, Any], data: PlainData) -> M
         raise InvalidRequest(
             f"{where}.role", f"must be text of 1 to {MAX_ROLE_CHARACTERS} characters", 'such as "user"'
         )
-    if role == "function":  # the old name of a tool's message
+    if role == "function":  # the old name of the role
         role = "tool"
     checked: Message = {"role": str(role), "content": _content(where, message, data)}
     for name in ("name", "tool_call_id", *_REASONING):
@@ -184,7 +185,7 @@ def _check_message(where: str, message: Mapping[str, Any], data: PlainData) -> M
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """The text of a message that was checked."""
+    """Return the text of a checked message."""
     content = message.get("content")
     if isinstance(content, (list, tuple)):
         return "\n".join(str(part[kind]) for part in content if (kind := part["type"]) in ("text", "refusal"))
@@ -192,8 +193,8 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def _content(where: str, message: Mapping[str, Any], data: PlainData) -> str | list[Message] | None:
-    """The text of a message, or its parts if some are images. Null where a message only calls; empty where an
-    assistant's message has none, as servers return it when the model only reasoned."""
+    """Return the text of a message, or its parts if some are images. Returns None if the message only has calls, and ""
+    for an assistant's message without content: servers return such a message when the model only reasoned."""
     name = "refusal" if message.get("content") is None and message.get("refusal") is not None else "content"
     content = message.get(name)
     if isinstance(content, str):
@@ -226,9 +227,9 @@ def _part(where: str, part: Any, data: PlainData) -> str:
 
 
 def _tool_calls(where: str, calls: Any, data: PlainData) -> list[Any]:
-    """Tool calls with their arguments as data: OpenAI's API sends them as JSON text, templates print them as JSON.
+    """Return tool calls with parsed arguments: OpenAI's API sends them as JSON text, and templates print them as JSON.
 
-    Arguments that are no JSON stay text: a model may have written them, and its client sends them back.
+    Arguments that are not JSON stay text: a model may have written them, and its client sends them back.
     """
     if not isinstance(calls, (list, tuple)):
         raise InvalidRequest(where, f"must be a list, got {type(calls).__name__}")
@@ -257,13 +258,14 @@ def _check_call(where: str, call: Mapping[str, Any]) -> None:
 
 
 def developers_as_system(messages: Sequence[Message]) -> list[Message]:
-    """A conversation that was checked, for a template that knows no developers: their messages are the system's."""
+    """Return a checked conversation with developer messages as system messages, for a template without the developer
+    role."""
     return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
 
 def wrap_text_arguments(messages: Sequence[Message]) -> list[Message] | None:
-    """A conversation that was checked, with arguments that are text as objects of one member, for a template that
-    prints the members of arguments. None where no arguments are text."""
+    """Return a checked conversation in which text arguments become objects of one member, for a template that iterates
+    over the members of arguments. Returns None if no arguments are text."""
     if not any(_has_text_arguments(call) for message in messages for call in message.get("tool_calls") or ()):
         return None
     return [
@@ -287,12 +289,13 @@ def _wrapped(call: Message) -> Message:
 
 
 def write_calls(messages: Sequence[Message]) -> list[Message]:
-    """A conversation that was checked, with calls and results as text. Without any it stays as it is."""
+    """Return a checked conversation with tool calls and results written as text."""
     return [_written(message) for message in messages]
 
 
 def describe_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
-    """A conversation that was checked and tells of tools: in its system message, else before its first question."""
+    """Return a checked conversation with a description of the tools in its system message, or before its first user
+    message if it has none."""
     written = [dict(message) for message in messages]
     lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     description = _DESCRIPTION.format(tools=lines, start=START, end=END)
@@ -319,7 +322,7 @@ def _written(message: Message) -> Message:
 
 
 def _joined(first: str | list[Message] | None, second: str | list[Message] | None) -> str | list[Message]:
-    """Two contents, one behind the other. Where one has images, parts of both."""
+    """Concatenate two contents. If one is a list of parts, return a list of the parts of both."""
     if isinstance(first, list) or isinstance(second, list):
         return [part for content in (first, second) for part in _parts(content)]
     return f"{first or ''}{second or ''}" if first else (second or "").lstrip()

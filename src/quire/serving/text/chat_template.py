@@ -1,4 +1,4 @@
-"""Turns a conversation into the prompt text a model was trained on, with the template its makers ship."""
+"""Renders conversations to prompt text with a model's chat template."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.text")
 
-_CUT = "\U000f0000CONTINUE\U000f0001 "  # where a message to be continued ends; the space tells whether it was trimmed
+_END_MARK = "\U000f0000CONTINUE\U000f0001 "  # the end of a message to continue; trimmed: no space
 _OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "takes_images")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
 class ChatTemplate:
-    """One model's chat template, compiled once; `render` may be called from any thread.
+    """One chat template, compiled once. `render` is thread-safe.
 
-    Templates run sandboxed and within TemplateLimits: what they may not do, or cannot do in time, is an InvalidRequest.
+    Templates run in a sandbox and within TemplateLimits. A template that does something forbidden or exceeds a limit
+    raises InvalidRequest.
     """
 
     def __init__(
@@ -67,22 +68,22 @@ class ChatTemplate:
 
     @property
     def reads_messages(self) -> bool:
-        """Whether the conversation is in its prompts at all."""
+        """Whether the template reads the conversation."""
         return "messages" in self._read
 
     @property
     def reads_tools(self) -> bool:
-        """Whether it tells the model of tools by itself."""
+        """Whether the template describes tools to the model."""
         return "tools" in self._read
 
     @property
     def writes_calls(self) -> bool:
-        """Whether it writes the calls of messages, and so their results."""
+        """Whether the template writes the tool calls of messages, and so their results."""
         return "tool_calls" in self._source
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names this template reads that a request may set."""
+        """The names of variables that the template reads and a request may set."""
         return self._read - _RESERVED - frozenset(self._environment.globals)
 
     @cached_property
@@ -99,14 +100,15 @@ class ChatTemplate:
         takes_images: bool = False,
         **variables: Any,
     ) -> str:
-        """The prompt for `messages`; `variables` are those the template itself asks for, such as enable_thinking.
+        """Return the prompt text of a conversation. `variables` are passed to the template, for example
+        enable_thinking.
 
-        What the template knows nothing of, `tools` or their calls and results, is written into the messages as text.
-        Messages of a developer are the system's for a template that does not know that role. With `takes_images`, parts
-        of messages may be placeholders of images.
+        Tools, calls and results that the template does not support are written into the messages as text. Developer
+        messages become system messages if the template does not know that role. With `takes_images`, parts of messages
+        may be image placeholders. Raises InvalidRequest.
         """
         if continue_final_message and add_generation_prompt:
-            reason = "a message cannot be continued and a new one begun"
+            reason = "cannot be combined with add_generation_prompt, which begins a new message"
             raise InvalidRequest("continue_final_message", reason, "set add_generation_prompt=False")
         data = PlainData(self.limits, takes_images=takes_images)
         conversation, offered = check_messages(messages, data, self.limits), check_tools(tools, data)
@@ -158,7 +160,7 @@ class ChatTemplate:
             raise InvalidRequest("chat_template", f"is not allowed: {error}", "use the model's own template") from None
         except TemplateError as error:
             raise InvalidRequest("messages", f"refused by the chat template: {error}") from None
-        except Exception as error:  # noqa: BLE001 (whatever Python raises inside somebody else's template)
+        except Exception as error:  # noqa: BLE001 (a template may raise any exception)
             logger.warning("the chat template failed: %r", error)
             reason = f"the chat template cannot render them ({type(error).__name__})"
             raise InvalidRequest("messages", reason, "check their fields and the template's variables") from None
@@ -166,8 +168,7 @@ class ChatTemplate:
 
 
 class ChatTemplates:
-    """The chat templates that conversations with one model use: its own, and those that calls bring. Each is compiled
-    once."""
+    """The chat templates for one model: its own, and those that calls pass. Each is compiled once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._default = tokenizer.chat_template
@@ -182,15 +183,19 @@ class ChatTemplates:
         variables: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[str]:
-        """Return the prompt of every conversation, by the template `source` or the model's own. Raises InvalidRequest
-        where there is none."""
+        """Return the prompt text of every conversation, rendered by the template `source` or the model's own. Raises
+        InvalidRequest if there is none."""
         for name, value, kind in (("chat_template", source, str), ("chat_template_kwargs", variables, Mapping)):
             if value is not None and not isinstance(value, kind):
                 wanted = "text" if kind is str else "an object of the template's variables"
                 raise InvalidRequest(name, f"must be {wanted}, got {type(value).__name__}")
         for name in variables or {}:
             if name in _OPTIONS:
-                raise InvalidRequest(f"chat_template_kwargs.{name}", "is no variable of templates", "pass it by itself")
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name}",
+                    "is not a template variable",
+                    "pass it as an argument of its own, outside chat_template_kwargs",
+                )
         template = self._find(source or self._default)
         if source and not template.reads_messages:
             reason = f"{source!r:.80} never reads the variable messages"
@@ -207,18 +212,19 @@ class ChatTemplates:
 
 
 def _mark_end(conversation: list[Message]) -> str:
-    """Append the mark to the final message; returns the text that stood there."""
+    """Append the mark to the final message. Returns the message's text without it."""
     final = conversation[-1]["content"]
     if not isinstance(final, str):
         raise InvalidRequest("continue_final_message", "the final message has no content to continue", "give it some")
-    conversation[-1]["content"] = final + _CUT
+    conversation[-1]["content"] = final + _END_MARK
     return final
 
 
 def _cut_at_mark(prompt: str, final: str) -> str:
-    place = prompt.rfind(_CUT.rstrip())
+    """Return the prompt up to the mark, without trailing space if the template trimmed the message."""
+    place = prompt.rfind(_END_MARK.rstrip())
     if place < 0 or final.strip() not in prompt:
         reason = "the chat template does not write the final message unchanged"
         raise InvalidRequest("continue_final_message", reason, "turn it off")
-    kept_space = prompt.startswith(_CUT, place)
+    kept_space = prompt.startswith(_END_MARK, place)
     return prompt[:place] if kept_space else prompt[:place].rstrip()

@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive, without ever decoding a token twice."""
+"""Decodes token ids to text while they arrive. No token is decoded twice."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class _Stream(Protocol):
 
 
 class Detokenizer:
-    """One sequence's text. What `push` and `finish` return, joined, is `tokenizer.decode` of all ids pushed.
+    """Decodes one sequence. All text that `push` and `finish` return, concatenated, equals `tokenizer.decode` of all
+    ids.
 
-    A character is held back until its last byte is there, so no piece ends in a broken one. With `continues` the ids
-    follow other text, and the leading space some tokenizers drop at a text's start is kept.
+    A character is held back until its last byte has arrived, so no piece ends in an incomplete character. `continues`
+    means that the ids follow other text: the leading space that some tokenizers drop at the start of a text is kept.
     """
 
     def __init__(
@@ -40,16 +41,16 @@ class Detokenizer:
             self._stream = _PieceStream(tokenizer.decoding, skipped, unspaced, at_start=not continues)
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that became certain with `ids`; empty while a character is incomplete."""
+        """Return the text that is complete after `ids`; empty while a character is incomplete."""
         return self._stream.push(ids)
 
     def finish(self) -> str:
-        """What was still held back, as far as it can be read. Call once, at the end."""
+        """Return the text that is still held back, with U+FFFD for invalid bytes. Call once, at the end."""
         return self._stream.finish()
 
 
 class _ByteStream:
-    """Byte-level vocabularies: tokens are bytes, the text is their UTF-8."""
+    """For byte-level vocabularies: tokens are bytes, and the text is their UTF-8 decoding."""
 
     def __init__(self, decoding: Decoding, skipped: Collection[int]) -> None:
         self._pieces, self._skipped = decoding.as_bytes, skipped
@@ -64,9 +65,9 @@ class _ByteStream:
 
 
 class _PieceStream:
-    """Vocabularies of strings, with single bytes for what they cannot spell.
+    """For vocabularies of strings, with tokens for single bytes as a fallback.
 
-    A run of byte tokens is read as a whole when the run ends: all of it is UTF-8, or every byte becomes U+FFFD.
+    A run of byte tokens is decoded as a whole when the run ends. If it is not valid UTF-8, every byte becomes U+FFFD.
     """
 
     def __init__(self, decoding: Decoding, skipped: Collection[int], unspaced: Collection[int], at_start: bool) -> None:
@@ -108,7 +109,7 @@ class _PieceStream:
         return joiner + piece
 
     def _stripped(self, text: str) -> str:
-        """Drop what remains to be dropped of the text's leading characters."""
+        """Strip leading characters from the text, as many as are still to be stripped at the start of the output."""
         while self._strips and text:
             shorter = text.removeprefix(self._rules.strip)
             self._strips = self._strips - 1 if shorter != text else 0

@@ -1,4 +1,4 @@
-"""What stands around every text a tokenizer encodes."""
+"""Sets the tokens that a tokenizer puts before and after every text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from tokenizers import Tokenizer, processors
 
 
 def set_edges(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
-    """Make `tokenizer` put these ids before and after a text encoded with special tokens."""
+    """Make `tokenizer` put `bos_id` before and `eos_id` after every text that is encoded with special tokens. None adds
+    no token."""
     edges = {index: tokenizer.id_to_token(index) for index in (bos_id, eos_id) if index is not None}
     before = [] if bos_id is None else [edges[bos_id]]
     after = [] if eos_id is None else [edges[eos_id]]

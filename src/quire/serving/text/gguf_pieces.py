@@ -1,4 +1,4 @@
-"""The tokenizers of GGUF files that have no merges: word pieces and Unigram."""
+"""Builds the tokenizers of GGUF files that have no merges: WordPiece and Unigram."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ SPACE = "▁"
 
 
 def spaces_decoder(*, prefix: bool) -> decoders.Decoder:
-    """For tokens with marks as spaces, and tokens for single bytes. `prefix`: a text was given a space before it."""
+    """Return a decoder for vocabularies in which "▁" is a space and single bytes have tokens. With `prefix`, it strips
+    the space that was put before the text."""
     parts: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
 
 
 def build_words(vocabulary: GgufVocabulary) -> Tokenizer:
-    """The kind "bert". Files mark the beginnings of words, not what goes on with them."""
+    """Build the tokenizer of kind "bert". GGUF files mark tokens that begin a word; WordPiece marks those that continue
+    one."""
     tokens = [_word_piece(token, kind) for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)]
     unknown = vocabulary.token_id("unknown_token_id")
     if unknown is None:
@@ -32,7 +34,9 @@ def build_words(vocabulary: GgufVocabulary) -> Tokenizer:
     try:
         return build_word_pieces(tokens, tokens[unknown], lowercase=lowercase, strip_accents=strip)
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
-        raise ModelLoadError(vocabulary.file, f"tokenizer.ggml.tokens are no word pieces: {error}") from None
+        raise ModelLoadError(
+            vocabulary.file, f"tokenizer.ggml.tokens are not a WordPiece vocabulary: {error}"
+        ) from None
 
 
 def _word_piece(token: str, kind: int) -> str:
@@ -43,9 +47,9 @@ def _word_piece(token: str, kind: int) -> str:
 
 
 def build_unigram(vocabulary: GgufVocabulary) -> Tokenizer:
-    """The kind "t5": SentencePiece's Unigram, of T5 and XLM-RoBERTa."""
+    """Build the tokenizer of kind "t5": SentencePiece's Unigram, used by T5 and XLM-RoBERTa."""
     scores, unknown = vocabulary.numbers("scores"), vocabulary.token_id("unknown_token_id")
-    pieces = [  # a null keeps those out of texts that no text should become
+    pieces = [  # the NUL prefix keeps unused tokens from matching text
         (token if kind != TokenType.UNUSED else f"\0{token}", score)
         for token, score, kind in zip(vocabulary.tokens, scores, vocabulary.types, strict=True)
     ]
@@ -54,7 +58,7 @@ def build_unigram(vocabulary: GgufVocabulary) -> Tokenizer:
         steps = [normalizers.Precompiled(charsmap)] if (charsmap := _charsmap(vocabulary)) else []
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
         raise ModelLoadError(
-            vocabulary.file, f"is no Unigram tokenizer: {error}", fix="convert the model again"
+            vocabulary.file, f"is not a valid Unigram tokenizer: {error}", fix="convert the model again"
         ) from None
     tokenizer.normalizer = normalizers.Sequence(steps)
     prefix = vocabulary.flag("add_space_prefix", default=True)
@@ -67,7 +71,7 @@ def build_unigram(vocabulary: GgufVocabulary) -> Tokenizer:
 
 
 def _charsmap(vocabulary: GgufVocabulary) -> bytes:
-    """The rules by which text is normalized before it is cut; empty: there are none."""
+    """Return SentencePiece's normalization rules; empty if there are none."""
     values = vocabulary.metadata.get("tokenizer.ggml.precompiled_charsmap", [])
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
         raise vocabulary.error("precompiled_charsmap", "must be an array of bytes", "fetch the file again")

@@ -1,4 +1,4 @@
-"""Builds a model's own tokenizer from the metadata of its GGUF file, id for id."""
+"""Builds the tokenizer of a GGUF file from its metadata. Token ids are those of the model's original tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 KINDS = ("gpt2", "llama", "gemma4", "t5", "bert")  # of `tokenizer.ggml.model`
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Ends of a turn. Such a token ends a generation when the model's chat template writes it, declared as eos or not.
+# Tokens that end a turn. Such a token ends generation if the chat template contains it, even if it is not
+# declared as eos.
 _TURN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -29,12 +30,13 @@ _TURN_ENDS = (
     "<|endoftext|>",
     "</s>",
 )
-# Phi-3's control tokens swallow the white space after them; no metadata key says so.
+# Phi-3's control tokens strip the white space after them, except these. No metadata key declares that.
 _PHI3_STRIPS_NOT = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, object], file: str) -> tuple[Tokenizer, SpecialTokens]:
-    """The tokenizer that `metadata` describes. Raises ModelLoadError naming `file` and the key."""
+    """Build the tokenizer that `metadata` describes, and return it with its special tokens. Raises ModelLoadError that
+    names `file` and the key."""
     vocabulary = read_vocabulary(metadata, file)
     kind = vocabulary.text("model")
     add_bos, add_eos = True, False
@@ -87,8 +89,8 @@ def _merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
 
 
 def _sentencepiece(vocabulary: GgufVocabulary, merges: list[tuple[str, str]], *, prefix: bool) -> Tokenizer:
-    """Merges over the whole text, in which spaces are marks, with tokens for single bytes. `prefix`: a text begins with
-    a space, unless the file says otherwise."""
+    """Build a BPE tokenizer that merges over the whole text, with "▁" for spaces and tokens for single bytes. `prefix`
+    is the default of whether a space is put before a text; the file may override it."""
     unknown = vocabulary.token_id("unknown_token_id")
     model = _bpe(
         vocabulary,
@@ -116,9 +118,10 @@ def _bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]], **options: o
 
 
 def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
-    """Every way to build a scored token from two others, best first: what SentencePiece does while it encodes."""
+    """Return all pairs of tokens whose concatenation is a scored token, best score first. This is the order in which
+    SentencePiece merges."""
     scores, ids = vocabulary.numbers("scores"), set(vocabulary.tokens)
-    ranked: list[tuple[float, int, int, int, str]] = []  # best score first, then longest left part, then right
+    ranked: list[tuple[float, int, int, int, str]] = []  # best score, longest left part, longest right part
     for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
         if kind not in (TokenType.NORMAL, TokenType.USER_DEFINED):
             continue
@@ -143,7 +146,7 @@ def _special_tokens(vocabulary: GgufVocabulary) -> SpecialTokens:
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, special: SpecialTokens) -> None:
-    """Register the tokens that are matched whole in text, before any cutting."""
+    """Register the tokens that are matched as a whole before text is pre-tokenized."""
     phi3 = "phi-3" in (name := str(vocabulary.metadata.get("general.name", "")).lower()) or "phi3" in name
     control = {*vocabulary.of_types(TokenType.CONTROL, TokenType.UNKNOWN), *special.eos_ids}
     if special.bos_id is not None:
@@ -152,18 +155,18 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, special: Speci
     added = []
     for index in sorted(wanted):
         token = vocabulary.tokens[index]
-        if token != f"[PAD{index}]":  # a converter's filler, unknown to the model's own tokenizer
+        if token != f"[PAD{index}]":  # padding by the converter; the original tokenizer has no such token
             strips = phi3 and token not in _PHI3_STRIPS_NOT
             added.append(AddedToken(token, rstrip=strips, normalized=False, special=index in control))
     tokenizer.add_tokens(added)
 
 
 def _add_edges(tokenizer: Tokenizer, vocabulary: GgufVocabulary, *, add_bos: bool, add_eos: bool) -> None:
-    """Put bos before and eos after an encoded text where the file asks for it. Encoders call them cls and sep."""
+    """Put bos before and eos after an encoded text if the file requests it. Encoders call these tokens cls and sep."""
     bos, eos = vocabulary.token_id("bos_token_id"), vocabulary.token_id("eos_token_id")
     if vocabulary.text("model") == "bert":
         bos = vocabulary.token_id("cls_token_id") if bos is None else bos
-        eos = vocabulary.token_id("seperator_token_id") if eos is None else eos  # spelled so in the format
+        eos = vocabulary.token_id("seperator_token_id") if eos is None else eos  # the misspelling is part of the format
     bos = bos if vocabulary.flag("add_bos_token", default=add_bos) else None
     eos = eos if vocabulary.flag("add_eos_token", default=add_eos) else None
     set_edges(tokenizer, bos, eos)

@@ -1,4 +1,4 @@
-"""A GGUF file's vocabulary, read out of its metadata and checked before it is believed."""
+"""Reads and checks the vocabulary in a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PREFIX = "tokenizer.ggml."
 
 
 class TokenType(IntEnum):
-    """What `tokenizer.ggml.token_type` says of a token."""
+    """The values of `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -48,7 +48,8 @@ class GgufVocabulary:
         raise self.error(key, f"must be true or false, got {value!r:.80}")
 
     def token_id(self, key: str) -> int | None:
-        """The id under `key`; None when it is absent or the file's way of saying none (all bits set)."""
+        """Return the token id stored under `key`. Returns None if the key is absent or all bits are set, which means
+        none in GGUF."""
         value = self.metadata.get(_PREFIX + key)
         if value is None or value in (-1, 0xFFFFFFFF):
             return None
@@ -69,7 +70,7 @@ class GgufVocabulary:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether there is a token for every byte."""
+        """Whether the vocabulary has a token for every byte."""
         return {f"<0x{byte:02X}>" for byte in range(256)} <= set(self.tokens)
 
     def of_types(self, *kinds: TokenType) -> list[int]:
@@ -77,7 +78,8 @@ class GgufVocabulary:
 
 
 def read_vocabulary(metadata: Mapping[str, object], file: str) -> GgufVocabulary:
-    """The tokens of `metadata`; raises ModelLoadError when they are missing, doubled or do not fit their types."""
+    """Return the vocabulary in `metadata`. Raises ModelLoadError if tokens are missing or duplicated, or their number
+    differs from that of the types."""
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_texts(file, metadata, "tokens"))]
     if len(set(tokens)) != len(tokens):
         doubled = next(token for token in tokens if tokens.count(token) > 1)

@@ -1,4 +1,5 @@
-"""Loads the tokenizer of a Hugging Face directory: tokenizer.json or vocab.txt, and the small files beside it."""
+"""Loads the tokenizer of a Hugging Face directory: tokenizer.json or vocab.txt, and the configuration files beside
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_
 
 
 def build_hf_tokenizer(directory: Path) -> tuple[Tokenizer, SpecialTokens]:
-    """The tokenizer in `directory`, with its begin and end tokens and chat template. Raises ModelLoadError."""
+    """Load the tokenizer in `directory`, and return it with its bos and eos tokens and its chat template. Raises
+    ModelLoadError."""
     config = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
     if not (directory / "tokenizer.json").is_file() and (text := _read_text(directory / "vocab.txt")) is not None:
         tokenizer = _read_words(text, config, directory / "vocab.txt")
@@ -44,20 +46,22 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         fix = "download it, or convert a slow tokenizer (transformers: save_pretrained of a fast one), or name "
         fix += "a folder that has one as `tokenizer`"
-        raise ModelLoadError(str(path), "no such file, and there is no vocab.txt of word pieces either", fix=fix)
+        raise ModelLoadError(
+            str(path), "no such file, and there is no vocab.txt of a WordPiece tokenizer either", fix=fix
+        )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
         raise ModelLoadError(str(path), f"not a tokenizer: {error}", fix="fetch the file again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if isinstance(tokenizer.decoder, decoders.WordPiece):  # one that does not tidy spaces
+    if isinstance(tokenizer.decoder, decoders.WordPiece):  # without the cleanup of spaces, so that decoding is exact
         tokenizer.decoder = decoders.WordPiece(tokenizer.decoder.prefix, cleanup=False)
     return tokenizer
 
 
 def _read_words(text: str, config: dict[str, Any], path: Path) -> Tokenizer:
-    """Word pieces, as old folders of BERT hold them."""
+    """Build a WordPiece tokenizer from vocab.txt, which old BERT folders have instead of tokenizer.json."""
     named = {
         name: _content(config.get(name)) or f"[{name[:3].upper()}]" for name in ("unk_token", "cls_token", "sep_token")
     }
@@ -74,7 +78,7 @@ def _read_words(text: str, config: dict[str, Any], path: Path) -> Tokenizer:
 
 
 def _read_text(path: Path) -> str | None:
-    """None when there is no such file."""
+    """Return the text of a file, or None if it does not exist. Raises ModelLoadError."""
     try:
         if not path.is_file():
             return None
@@ -101,7 +105,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: object) -> str | None:
-    """A token's text, written as a string or as an object that describes it."""
+    """Return a token's text. Configurations write a token as a string or as an object with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
@@ -112,7 +116,8 @@ def _named_id(tokenizer: Tokenizer, config: dict[str, Any], name: str) -> int | 
 
 
 def _add_declared_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Register added tokens that only the configuration knows, under the ids it gives them."""
+    """Register added tokens that only the configuration declares. Raises ModelLoadError if their ids differ from the
+    declared ones."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     declared = config.get("added_tokens_decoder") or {}
     if not isinstance(declared, dict) or not all(str(index).isdecimal() for index in declared):
@@ -143,8 +148,8 @@ def _ids(config: dict[str, Any], key: str, path: Path) -> Iterator[int]:
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja if there is one, else that of chat_template.json, which models with vision have, else the
-    (default) template of tokenizer_config.json."""
+    """Return the chat template: chat_template.jinja, or else chat_template.json (used by vision models), or else the
+    (default) template of tokenizer_config.json, or None."""
     own = _read_text(directory / "chat_template.jinja")
     if own is not None:
         return own

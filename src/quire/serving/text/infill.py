@@ -1,4 +1,4 @@
-"""Prompts that ask for the text between a prefix and a suffix, for models that were trained to fill in the middle."""
+"""Prompts for the text between a prefix and a suffix (fill in the middle), for models that were trained for it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quire.serving.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The special tokens of one family of models, as their vocabulary spells them."""
+    """The fill-in-the-middle tokens of one model family, as its vocabulary spells them."""
 
     prefix: str
     suffix: str
-    middle: str  # empty: the model needs none
-    ends: tuple[str, ...] = ()  # tokens after which the middle is over, besides the marks and the end of text
-    file: str = ""  # goes before the name of a file
+    middle: str  # empty: the format has none
+    ends: tuple[str, ...] = ()  # tokens that end the middle, in addition to the marks and eos
+    file: str = ""  # the token before a file name
     is_suffix_first: bool = False
 
 
@@ -33,22 +33,22 @@ FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class InfillFormat:
-    """How one model is asked to fill in the middle."""
+    """The fill-in-the-middle prompt format of one model."""
 
     tokenizer: Tokenizer
     marks: Marks
 
     @property
     def stop_ids(self) -> list[int]:
-        """Tokens that end the middle: a model goes on with another file, or begins anew."""
+        """Tokens that end the middle: those with which a model would begin another file or another prompt."""
         marks = self.marks
         names = (marks.prefix, marks.suffix, marks.middle, marks.file, *marks.ends)
         found = [self.tokenizer.token_id(name) for name in names if name]
         return [token for token in found if token is not None]
 
     def prompt(self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = ()) -> tuple[int, ...]:
-        """The token ids that ask for what is between `prefix` and `suffix`. `files` are names and texts of other files
-        that the model may learn from."""
+        """Return the token ids of a prompt for the text between `prefix` and `suffix`. `files` are names and texts of
+        other files, put before it as context."""
         marks = self.marks
         before = [self._id(marks.prefix), *self._encode(prefix)]
         after = [self._id(marks.suffix), *self._encode(suffix)]
@@ -76,7 +76,7 @@ class InfillFormat:
 
 
 def infill_format(tokenizer: Tokenizer) -> InfillFormat | None:
-    """The format of the model's family, found by the special tokens of its vocabulary; None: it has none."""
+    """Return the format of the model's family, detected by the special tokens in its vocabulary, or None."""
     for marks in FAMILIES:
         names = [name for name in (marks.prefix, marks.suffix, marks.middle) if name]
         if all(tokenizer.token_id(name) is not None for name in names):

@@ -1,7 +1,7 @@
-"""A grammar under construction: rules of our own in llguidance's Lark, beside grammars that users wrote.
+"""Builds a grammar in llguidance's Lark dialect from rules of Quire's and from grammars that users wrote.
 
-A user's grammar is never edited. It becomes a grammar of its own in llguidance's list, with its own rules, terminals
-and `%ignore`, and our rules refer to it by `@name`. So no name of a user can clash with one of ours.
+A user's grammar is never edited. It becomes a separate grammar in llguidance's list, with its own rules, terminals and
+`%ignore`, and Quire's rules refer to it by `@name`. So names of users cannot clash with Quire's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.types.errors import InvalidRequest
 
-# One way to write blanks: a model cannot lose itself in them, and everything between values is known beforehand.
+# Exactly one way to write white space: a model cannot generate it endlessly, and all text between values is forced.
 COMPACT: dict[str, object] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _BLANKS = {*COMPACT, "whitespace_pattern"}
 _EBNF_RULE = re.compile(r"(?m)^[ \t]*[A-Za-z_][\w-]*[ \t]*::=")
@@ -23,10 +23,10 @@ ANY_TOKENS = "<[*]>*"
 
 
 class LarkGrammar:
-    """Collects rules and users' grammars; `text` writes all of them for llguidance.
+    """Collects rules and users' grammars; `text` writes them for llguidance.
 
-    `special` maps the texts of special tokens, and of others that are read as marks, to their ids: in a grammar such a
-    text stands as its token.
+    `special` maps the texts of special tokens, and of others that are used as marks, to their ids. In a grammar such a
+    text is written as its token.
     """
 
     def __init__(self, special: Mapping[str, int] | None = None) -> None:
@@ -36,43 +36,45 @@ class LarkGrammar:
         self._grammars: dict[str, str] = {}
 
     def rule(self, name: str, expression: str, *, lazy: bool = False) -> str:
-        """Add a rule and return its name. A lazy rule ends at the first place where it can."""
+        """Add a rule and return its name. A lazy rule ends at the first place where it can match."""
         assert name not in self._rules, name
         self._rules[name] = f"{name}{'[lazy]' if lazy else ''}: {expression}"
         return name
 
     def user_grammar(self, name: str, lark: str) -> str:
-        """Add a grammar that somebody else wrote and return the reference to it."""
+        """Add a grammar that a user wrote, and return a reference to it."""
         assert name not in self._grammars, name
         self._grammars[name] = lark
         return f"@{name}"
 
     def fixed(self, text: str) -> str:
-        """Return the expression of a fixed text, in which special tokens stand as tokens. Empty for no text."""
+        """Return the expression of a fixed text, with special tokens written as tokens. Empty if the text is empty."""
         return " ".join(
             f"<[{self._special[piece]}]>" if piece in self._special else _quoted(piece)
             for piece in self._split(text)
             if piece
         )
 
-    def any_tokens_but(self, text: str, most: int | None = None) -> str:
-        """Return the expression of any tokens, at most so many, but for the special token of this text."""
+    def any_tokens_except(self, text: str, most: int | None = None) -> str:
+        """Return the expression of any number of tokens (at most `most`), except the special token of this text."""
         return "" if most == 0 else f"<[^{self._special[text]}]>{'*' if most is None else f'{{0,{most}}}'}"
 
-    def forbid_in_words(self, text: str) -> None:
-        """Keep a text out of the words of an answer. A special token is no text, and never among words."""
+    def exclude_from_text(self, text: str) -> None:
+        """Exclude a text from the free text of an answer. A special token never matches free text, so it needs no
+        rule."""
         if not self.is_special(text):
             self.words = f"{ANY_TEXT} & ~({ANY_TEXT} {_quoted(text)} {ANY_TEXT})"
 
     def text_until(self, name: str, end: str, text: str = "") -> str:
-        """Add a rule for words up to and including `end`, and return its name. `text`: the expression of other text."""
+        """Add a rule for free text up to and including `end`, and return its name. `text` is the expression of the text
+        before `end`, by default `words`."""
         words = f"{name.upper()}_TEXT"
         self._rules[words] = f"{words}: {text or self.words}"
         is_token = self._split(end)[:1] != [end] or end in self._special
         return self.rule(name, f"{words} {self.fixed(end)}", lazy=not is_token)
 
     def cuts_token(self, text: str, place: int) -> bool:
-        """Whether `place` is inside a special token of the text."""
+        """Whether the index `place` is inside a special token of the text."""
         start = 0
         for piece in self._split(text):
             if start < place < start + len(piece) and piece in self._special:
@@ -84,7 +86,7 @@ class LarkGrammar:
         return text in self._special
 
     def text(self, start: str, *, no_forcing: bool = False) -> str:
-        """Return the whole grammar, which begins with the expression `start`."""
+        """Return the whole grammar, whose start rule is the expression `start`."""
         lark = "\n".join([f"start: {start}", *self._rules.values()]) + "\n"
         if no_forcing:
             lark = _NO_FORCING + lark
@@ -102,7 +104,7 @@ class LarkGrammar:
 
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:
-    """Return the expression of a JSON schema. Blanks are those of COMPACT, unless its "x-guidance" sets others."""
+    """Return the expression of a JSON schema. White space follows COMPACT, unless the schema's "x-guidance" sets it."""
     if schema is False:
         raise InvalidRequest("structured_outputs.json", "is false, which nothing matches", "send a JSON schema")
     rules = dict(schema) if isinstance(schema, Mapping) else {}
@@ -113,14 +115,15 @@ def json_rule(schema: Mapping[str, Any] | bool) -> str:
 
 
 def regex_rule(regex: str) -> str:
-    """Return the expression of a regex."""
+    """Return the expression of a regular expression."""
     from llguidance import regex_to_lark
 
     return f"/{regex_to_lark(regex, use_ascii='d')}/"
 
 
 def lark_of(grammar: str) -> str:
-    """Return Lark as it is; EBNF in llama.cpp's dialect (GBNF) is rewritten."""
+    """Return a Lark grammar unchanged, or convert an EBNF grammar in llama.cpp's dialect (GBNF) to Lark. Raises
+    InvalidRequest."""
     if not _EBNF_RULE.search(grammar):
         return grammar
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -131,7 +134,7 @@ def lark_of(grammar: str) -> str:
         raise InvalidRequest("structured_outputs.grammar", "is nested too deeply", "flatten it") from None
     except Exception as error:  # noqa: BLE001 - the converter raises nothing narrower
         reason = " ".join(str(error).split())
-        raise InvalidRequest("structured_outputs.grammar", f"is no EBNF that can be read: {reason}") from None
+        raise InvalidRequest("structured_outputs.grammar", f"is not valid EBNF: {reason}") from None
 
 
 def one_of(expressions: Iterable[str]) -> str:

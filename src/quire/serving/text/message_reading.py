@@ -1,4 +1,4 @@
-"""How the text of one chat answer is read: reasoning first, then words and calls."""
+"""Parses the text of a chat answer into reasoning, visible text and tool calls."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from quire.serving.text.tool_calls.call_reader import AnswerReader, Parameters
 from quire.serving.text.tool_calls.formats import HARMONY, ToolFormat, tool_format_named
 from quire.serving.text.tool_calls.harmony import HarmonyReader
 
-REPEATED_CALL = "repeated_call"  # the stop reason users are told
+REPEATED_CALL = "repeated_call"  # the stop_reason in the response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageReading:
-    """What the answers to one request may hold besides words."""
+    """How to parse the answers to one request: formats of tools and reasoning, and what is allowed."""
 
     tools: ToolFormat | None = None
-    parameters: Parameters = field(default_factory=dict)  # of the tools, by name
+    parameters: Parameters = field(default_factory=dict)  # JSON schemas of the tools' parameters, by tool name
     max_calls: int | None = None
-    must_call: bool = False  # the answer is calls: the beginning of a mark is no word
+    must_call: bool = False  # the answer consists of calls: an incomplete mark is not shown as text
     reasoning: ReasoningFormat | None = None
-    begins_inside: bool = False  # the prompt opened the reasoning
+    begins_inside: bool = False  # the prompt has opened the reasoning
     shows_reasoning: bool = True
 
     def reader(self) -> MessageReader:
-        """For one answer."""
+        """Return a reader for one answer."""
         return MessageReader(self)
 
     def watch_maker(self) -> Callable[[], RepeatedCallWatch] | None:
-        """Return what ends an answer that must be calls and repeats itself; None: nothing has to."""
+        """Return a factory of watches that end an answer when it repeats a call. Returns None unless the answer must
+        consist of several calls."""
         return partial(RepeatedCallWatch, self) if self.must_call and self.max_calls != 1 else None
 
 
 class MessageReader:
-    """Reads one answer and counts the tokens of its reasoning."""
+    """Parses one answer and counts the tokens of its reasoning."""
 
     def __init__(self, reading: MessageReading) -> None:
         words: PartReader = PlainReader()
@@ -57,11 +58,11 @@ class MessageReader:
 
     @property
     def repeats_call(self) -> bool:
-        """Whether the answer has made one of its calls again."""
+        """Whether the answer has repeated one of its calls."""
         return self._calls is not None and self._calls.repeats_call
 
     def push(self, text: str, num_tokens: int = 0) -> list[Part]:
-        """What became certain with the text of so many tokens."""
+        """Return the parts that are complete after `text`, which is `num_tokens` tokens."""
         if self._reasoning is not None and self._reasoning.is_reading:
             self._num_undecided += num_tokens
         parts = self._shown(self._reader.push(text))
@@ -79,7 +80,7 @@ class MessageReader:
 
 
 class RepeatedCallWatch:
-    """Ends an answer of calls where it makes one of them again. A small model would do so to its last token."""
+    """Ends an answer of calls when it repeats one of them, since a small model may repeat it until its last token."""
 
     def __init__(self, reading: MessageReading) -> None:
         self._reader = reading.reader()
@@ -90,7 +91,7 @@ class RepeatedCallWatch:
 
 
 def _harmony_reader(reading: MessageReading) -> HarmonyReader:
-    """Return the one reader of reasoning, words and calls in harmony's channels."""
+    """Return the single reader for reasoning, text and calls in harmony's channels."""
     form = tool_format_named(HARMONY)
     book = form.book(reading.parameters, reading.max_calls, must_call=reading.must_call)
     return HarmonyReader(book, reading.parameters, has_tools=reading.tools is not None)

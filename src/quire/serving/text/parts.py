@@ -1,4 +1,5 @@
-"""What the text of an answer is made of: words, thoughts and calls of tools. Readers tell them apart as text comes."""
+"""The parts of an answer: visible text, reasoning and tool calls, and the protocol of readers that separate them while
+text arrives."""
 
 from __future__ import annotations
 
@@ -8,21 +9,21 @@ from typing import Protocol, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Words for the user."""
+    """Text that is shown to the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Words of the model's reasoning."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The model calls a tool. Its arguments follow."""
+    """The start of a tool call. Its arguments follow."""
 
     index: int  # among the answer's calls
     call_id: str
@@ -41,17 +42,17 @@ Part: TypeAlias = Said | Thought | CallBegun | CallArguments
 
 
 class PartReader(Protocol):
-    """Reads one answer. However its text is cut into pieces, the parts joined are the same."""
+    """Parses one answer. The concatenated parts do not depend on how the text is cut into pieces."""
 
     def push(self, text: str) -> list[Part]:
-        """What became certain with `text`."""
+        """Return the parts that are complete after `text`."""
 
     def finish(self) -> list[Part]:
-        """What was still held back. Called once, at the end."""
+        """Return the parts that were still held back. Called once, at the end."""
 
 
 class PlainReader:
-    """Every word is for the user."""
+    """Returns all text as `Said`."""
 
     def push(self, text: str) -> list[Part]:
         return [Said(text)] if text else []
@@ -61,7 +62,7 @@ class PlainReader:
 
 
 def held_back(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `marker`."""
+    """Return how many characters at the end of `text` may be the beginning of `marker`."""
     for count in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:count]):
             return count

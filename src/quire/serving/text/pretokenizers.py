@@ -1,4 +1,4 @@
-"""How byte-level BPE models cut text into words before merging, by their names in `tokenizer.ggml.pre`."""
+"""The pre-tokenizers of byte-level BPE models, by their names in `tokenizer.ggml.pre` of GGUF files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ASCII_SIGN_AND_WORD = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
 _MARKED_WORD = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 _UNPUNCTUATED = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
 _CASED_LETTERS = (
-    # the letters with case in the Unicode version DeepSeek's makers had
+    # the cased letters of the Unicode version that DeepSeek's tokenizer was made with
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
     "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
     "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
@@ -32,7 +32,8 @@ _CASED_LETTERS = (
 
 
 def _words(digits: str, *, contractions: str = _CONTRACTIONS + "|", letters: str = r"\p{L}", marks: str = "") -> str:
-    """The GPT-4 family: a word may begin with one other sign, digits come `digits` at a time."""
+    """Return the pattern of the GPT-4 family: a word may begin with one other character. `digits` is the pattern of
+    digits."""
     signs = rf" ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*"
     return rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?{letters}+|{digits}|{signs}|{_SPACES}"
 
@@ -40,7 +41,7 @@ def _words(digits: str, *, contractions: str = _CONTRACTIONS + "|", letters: str
 def _cased_words(
     digits: str, *, contractions: str = _CONTRACTIONS + "?", signs_end: str = r"[\r\n/]*", but: str = ""
 ) -> str:
-    """The GPT-4o family: a change from lower to upper case ends a word."""
+    """Return the pattern of the GPT-4o family: a change from lower to upper case ends a word."""
     start, upper, lower = r"[^\r\n\p{L}\p{N}]?", f"[{_UPPER}{but}]", f"[{_LOWER}{but}]"
     title, shout = f"{start}{upper}*{lower}+{contractions}", f"{start}{upper}+{lower}*{contractions}"
     return rf"{title}|{shout}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{signs_end}|{_SPACES}"
@@ -56,13 +57,13 @@ _Step = _Regex | Literal["digits", "digit runs", "punctuation", "gpt-2 words"]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One family's word cutting, and the habits of its tokenizers that GGUF metadata leaves unsaid."""
+    """The pre-tokenizer of one model family, and defaults of its tokenizer that GGUF metadata does not contain."""
 
     steps: tuple[_Step, ...]
-    nfc: bool = False  # text is brought to Unicode normal form C first
-    ignore_merges: bool = False  # a word that is a token stays whole even if merges would not build it
-    add_bos: bool = False  # unless tokenizer.ggml.add_bos_token says otherwise
-    add_eos: bool = False  # unless tokenizer.ggml.add_eos_token says otherwise
+    nfc: bool = False  # normalize text to Unicode NFC first
+    ignore_merges: bool = False  # a word that is a token is not split, even if merges do not build it
+    add_bos: bool = False  # the default of tokenizer.ggml.add_bos_token
+    add_eos: bool = False  # the default of tokenizer.ggml.add_eos_token
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence(list(self._parts()))

@@ -1,4 +1,4 @@
-"""Reasoning that a model marks in its answers, told apart from what it says."""
+"""Separates the reasoning in an answer from its visible text by the marks of the model's format."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from quire.serving.text.tool_calls import harmony
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around a model's reasoning. `is_implied`: answers begin inside it even where nothing opens it.
+    """The marks around a model's reasoning. With `is_implied`, answers begin inside reasoning even if no start mark
+    precedes them.
 
-    `before_next` stands between the end of the reasoning and the next message, `before_words` before the words.
+    `before_next` is the text between the end of the reasoning and the next message, `before_words` the text before the
+    visible text.
     """
 
     name: str
@@ -38,9 +40,9 @@ class ReasoningFormat:
         return (self.end, *self.other_ends)
 
     def begins_inside(self, prompt: str, *, continues: bool = False) -> bool:
-        """Whether an answer to `prompt` begins with reasoning that was opened already.
+        """Whether an answer to `prompt` begins with reasoning that is already open.
 
-        With `continues` the prompt ends in the middle of a message.
+        With `continues`, the prompt ends in the middle of a message.
         """
         if continues:
             return prompt.rfind(self.start) > prompt.rfind(self.end)
@@ -66,7 +68,8 @@ _FORMATS = {
 
 
 def reasoning_format(parser: str, template: str | None) -> ReasoningFormat | None:
-    """The format of that name; for "auto", the one whose marks the chat template writes. None: there is none."""
+    """Return the format of this name. For "auto", return the format whose marks the chat template contains. Returns
+    None if there is none."""
     if parser != "auto":
         return _FORMATS.get(parser)
     if template is None:
@@ -84,10 +87,10 @@ def reasoning_format_named(name: str) -> ReasoningFormat:
 
 
 class ReasoningReader:
-    """Everything up to the end mark is thought; the rest is read by `then`.
+    """Returns text up to the end mark as `Thought`, and lets `then` parse the rest.
 
-    An answer has no reasoning if it does not begin with the start mark and did not begin `inside`. White space around
-    reasoning is dropped.
+    An answer has no reasoning unless it begins with the start mark or begins `inside`. White space around reasoning is
+    dropped.
     """
 
     def __init__(self, form: ReasoningFormat, then: PartReader, *, inside: bool) -> None:
@@ -103,12 +106,12 @@ class ReasoningReader:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether it is not known yet if there is any."""
+        """Whether it is not yet known if the answer has reasoning."""
         return self._state == "before"
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether there is, or was, some; also if it is empty."""
+        """Whether the answer has reasoning, even if it is empty."""
         return self._was_opened
 
     def push(self, text: str) -> list[Part]:
@@ -135,7 +138,8 @@ class ReasoningReader:
         return parts + self._then.finish()
 
     def _look_for_start(self) -> None:
-        """Models may write the start mark even where their prompt ends with it."""
+        """Consume the start mark, if the answer begins with one. Models may write it even if their prompt ends with
+        it."""
         begun = self._buffer.lstrip()
         found = next((start for start in self._form.starts if begun.startswith(start)), None)
         if found is not None:

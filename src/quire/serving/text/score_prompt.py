@@ -1,5 +1,5 @@
-"""The prompt by which a decoder is asked whether a document answers a query. It is the one that Qwen3-Reranker was
-trained with; the model answers yes or no."""
+"""The prompt that asks a decoder whether a document answers a query. It is the one that Qwen3-Reranker was trained
+with; the model answers yes or no."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 
 
 def pair_text(query: str, document: str) -> str:
-    """What stands between BEFORE and AFTER."""
+    """Return the text between BEFORE and AFTER for one query and document."""
     return f"<Instruct>: {_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"

@@ -1,4 +1,4 @@
-"""Cuts a long text into slices that can be tokenized one by one with the same result as the whole text."""
+"""Cuts a long text into slices. Tokenized one by one, they give the same tokens as the whole text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from itertools import pairwise
 import tokenizers
 
 SLICE_CHARACTERS = 65_536
-_MARKS = {"Ġ": " ", "Ċ": "\n"}  # stand-ins of space and newline in byte-level vocabularies
-_BLANKS = frozenset("ĠĊĉč")  # stand-ins of space, newline, tab and carriage return
+_MARKS = {"Ġ": " ", "Ċ": "\n"}  # how byte-level vocabularies write space and newline
+_BLANKS = frozenset("ĠĊĉč")  # how they write space, newline, tab and carriage return
 _SPLITTERS = ("ByteLevel", "Split", "Digits", "Punctuation")
 
 
 def slices_of(text: str, size: int = SLICE_CHARACTERS) -> Iterator[str]:
-    """Yield the parts of `text`, each of at least `size` characters but for the last.
+    """Yield the slices of `text`, each of at least `size` characters except the last.
 
-    A cut is made before a single space or newline between two letters. A text without any is one slice.
+    Cuts are before a single space or newline between two letters. A text without any is one slice.
     """
     start = 0
     while len(text) - start > size:
@@ -43,8 +43,8 @@ def _next_cut(text: str, place: int) -> int | None:
 def can_slice(backend: tokenizers.Tokenizer) -> bool:
     """Whether the cuts of `slices_of` never change the tokens of a text.
 
-    That is so if no token can reach across a cut (none holds a letter and then a space or newline), words are split in
-    a known way, and nothing is added, dropped or composed at the ends of a text.
+    This holds if no token can span a cut (none has a letter followed by a space or newline), words are split by a known
+    pre-tokenizer, and nothing is added, dropped or normalized at the ends of a text.
     """
     normalizer = None if backend.normalizer is None else json.loads(backend.normalizer.__getstate__())["type"]
     if normalizer not in (None, "NFC") or not _splits_words(backend):
@@ -66,7 +66,7 @@ def _splits_words(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _crosses_words(token: str, marks: set[str]) -> bool:
-    """Whether a space or newline follows a letter in a token (or a byte of one that is no ASCII character)."""
+    """Whether a token has a space or newline after a letter, or after a byte of a non-ASCII character."""
     return any(
         after in marks and (before.isalpha() or not before.isascii()) and before not in _BLANKS
         for before, after in pairwise(token)

@@ -1,4 +1,4 @@
-"""Which tokens of a vocabulary carry meaning instead of text."""
+"""The special tokens of a model's vocabulary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """Begin, end and the chat template, as a model's files declare them."""
+    """The bos token, the eos tokens and the chat template that a model's files declare."""
 
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

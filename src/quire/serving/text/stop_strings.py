@@ -1,4 +1,4 @@
-"""Ends a text at the first stop string in it, however the text is cut into pieces on its way here."""
+"""Finds the first stop string in a text that arrives in pieces, and ends the text there."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ MAX_STOP_CHARACTERS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string was completed: `text` is the last text to give out, `stop` the string that ended it."""
+    """A completed stop string: `text` is the last text to output, `stop` the stop string."""
 
     text: str
     stop: str
 
 
 class StopStrings:
-    """Finds the stop string that is completed first (of several completed together, the longest).
+    """Finds the stop string that is completed first (of several completed at the same character, the longest).
 
-    Text that may be the beginning of a stop string is held back until it is certain not to be one.
+    Text that may be the beginning of a stop string is held back until it cannot be one.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
@@ -34,7 +34,8 @@ class StopStrings:
         self._match: StopMatch | None = None
 
     def push(self, text: str) -> str | StopMatch:
-        """Text safe to give out now, or the match that ends it; after a match every push answers with it again."""
+        """Return the text that can be output now, or the match that ends the text. After a match, every call returns
+        the match with empty text."""
         if self._match is not None:
             return StopMatch("", self._match.stop)
         text, start = self._held + text, len(self._held)
@@ -53,19 +54,19 @@ class StopStrings:
         return text[:safe]
 
     def finish(self) -> str:
-        """What is still held back: the text ended before it became a stop string."""
+        """Return the text that is still held back. Called when the text ended without a stop string."""
         held, self._held, self._state = self._held, "", 0
         return held
 
 
 class _Machine:
-    """Aho-Corasick: a state is the longest end of the text so far that begins some stop string."""
+    """An Aho-Corasick automaton. A state is the longest suffix of the text that is a prefix of some stop string."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]
-        self.depth = [0]  # characters of the stop string that the state has seen
-        self.completed: list[str | None] = [None]  # the longest stop string that ends here
+        self.depth = [0]  # length of the prefix that the state stands for
+        self.completed: list[str | None] = [None]  # the longest stop string that ends in this state
         for stop in stops:
             self._add(stop)
         self._link()
@@ -88,7 +89,8 @@ class _Machine:
         self.completed[state] = stop
 
     def _link(self) -> None:
-        """Breadth first, so that a state's fallback (a shorter one) is complete before it is used."""
+        """Compute the fallback states breadth first, so that a state's shorter fallback is complete before it is
+        used."""
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()

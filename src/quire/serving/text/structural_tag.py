@@ -1,4 +1,5 @@
-"""Structural tags in a grammar: texts until a trigger, tags with what stands inside them, and the other formats."""
+"""Writes structural tags as grammar expressions: free text until a trigger, tags with their contents, and the other
+formats."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def tag_expression(text: str, lark: LarkGrammar) -> str:
 
 
 def fixed_texts(text: str) -> str:
-    """All texts of a structural tag that an answer may have to hold literally, one per line."""
+    """Return all texts of a structural tag that an answer may have to contain literally, one per line."""
     return "\n".join(_fixed(json.loads(text)["format"]))
 
 
@@ -38,13 +39,13 @@ def _fixed(value: Any) -> Iterator[str]:
 
 
 class _Writer:
-    """Writes the formats of one structural tag; rules get names of their own."""
+    """Writes the formats of one structural tag. Each rule gets a unique name."""
 
     def __init__(self, lark: LarkGrammar) -> None:
         self._lark, self._num_rules = lark, 0
 
     def write(self, value: Mapping[str, Any]) -> str:
-        """Return the expression of one format. It may be empty: an empty text."""
+        """Return the expression of one format. It may be empty, for an empty text."""
         kind = value["type"]
         if kind in ("sequence", "or"):
             parts = [self._grouped(element) for element in value["elements"]]
@@ -73,7 +74,7 @@ class _Writer:
         return self._words()
 
     def _tag(self, tag: Mapping[str, Any], trigger: str = "") -> str:
-        """The expression of a tag behind the beginning `trigger`."""
+        """Return the expression of a tag after the `trigger` that its begin text starts with."""
         begin, ends = self._lark.fixed(tag["begin"][len(trigger) :]), ends_of(tag)
         if tag["content"]["type"] == "any_text" and all(ends):
             closed = one_of(self._lark.text_until(self._name("tag_text"), end) for end in ends)

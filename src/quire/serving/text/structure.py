@@ -1,6 +1,7 @@
-"""What an answer must match, written in llguidance's language.
+"""Writes structured outputs as llguidance grammars.
 
-Runs where a check may be killed: what users send is read here for the first time, and reading it may explode.
+Runs in the process that checks grammars and may be killed: this is the first code that parses what users send, and
+parsing may take too much time or memory.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from quire.types.decoding import StructuredOutputsParams
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 
-FORCED_CHARACTERS = 16_384  # a longer grammar may hold long fixed texts, and finding those would cost too much
+FORCED_CHARACTERS = 16_384  # longer grammars may have long fixed texts: computing forced tokens would take too long
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What was asked for, as text: a schema, a regex, a JSON list of choices, a grammar, or a structural tag."""
+    """A requested structure as text: a JSON schema, a regex, a JSON list of choices, a grammar, or a structural tag."""
 
     kind: Kind
     text: str
@@ -33,7 +34,8 @@ class Structure:
 
 
 def structure_of(params: StructuredOutputsParams) -> Structure:
-    """Nothing is checked that the params have not checked."""
+    """Return the structure that the parameters request. Checks nothing beyond what StructuredOutputsParams has
+    checked."""
     if params.json_object:
         return Structure("json", '{"type": "object"}')
     if params.json is not None:
@@ -49,11 +51,10 @@ def structure_of(params: StructuredOutputsParams) -> Structure:
 
 
 def grammar_of(structure: Structure, special: Mapping[str, int] | None = None) -> str:
-    """Return the grammar in llguidance's Lark. Raises InvalidRequest for an EBNF that cannot be read.
+    """Return the structure as a grammar in llguidance's Lark dialect. Raises InvalidRequest for an EBNF grammar that
+    cannot be parsed.
 
-    `special`: the special tokens that its fixed texts hold, with their ids.
-
-    Whether llguidance takes it is not known yet.
+    `special` are the special tokens in its fixed texts, with their ids. llguidance may still refuse the result.
     """
     if structure.kind == "grammar":
         grammar = lark_of(structure.text)
@@ -63,7 +64,7 @@ def grammar_of(structure: Structure, special: Mapping[str, int] | None = None) -
 
 
 def expression_of(structure: Structure, lark: LarkGrammar) -> str:
-    """Return the structure as an expression inside `lark`. A user's grammar is added to it as a grammar of its own."""
+    """Return the structure as an expression inside `lark`. A user's grammar is added to it as a separate grammar."""
     if structure.kind == "json":
         return json_rule(json.loads(structure.text))
     if structure.kind == "choice":
@@ -76,5 +77,5 @@ def expression_of(structure: Structure, lark: LarkGrammar) -> str:
 
 
 def is_long(structure: Structure) -> bool:
-    """Whether the structure may hold fixed texts too long to be looked for ahead."""
+    """Whether the structure is so long that llguidance must not search it for forced tokens."""
     return len(structure.text) > FORCED_CHARACTERS

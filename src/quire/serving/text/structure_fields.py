@@ -1,5 +1,5 @@
-"""Structured outputs under the other names that clients know: OpenAI's response_format, vLLM's guided_*, llama.cpp's
-grammar and json_schema, SGLang's regex and ebnf, and structural tags of both."""
+"""Reads structured outputs from the request fields of other APIs: OpenAI's response_format, vLLM's guided_*,
+llama.cpp's grammar and json_schema, SGLang's regex and ebnf, and the structural tags of both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.types.errors import InvalidRequest
 from quire.types.structural_tag import OLD_MEMBERS, read_structural_tag
 
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
-OTHER_NAMES = {  # of one member of structured_outputs
+OTHER_NAMES = {  # of the client's field, to the member of structured_outputs
     **GUIDED,
     "grammar": "grammar",
     "json_schema": "json",
@@ -31,10 +31,10 @@ SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
 def structure_of_response_format(value: object) -> StructuredOutputsParams | None:
-    """What `response_format` asks for; None: any text. Raises InvalidRequest naming the path at fault.
+    """Return the structure that `response_format` requests; None: any text. Raises InvalidRequest that names the
+    invalid path.
 
-    A schema always binds: `strict` may say so, and `false` does not loosen it. llama.cpp and others take one beside
-    the type `json_object`.
+    A schema is always enforced, even with `strict` false. As in llama.cpp, type `json_object` may have a schema.
     """
     if value is None:
         return None
@@ -58,7 +58,8 @@ def structure_of_response_format(value: object) -> StructuredOutputsParams | Non
 
 
 def structure_of_guided(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """What those of the fields in OTHER_NAMES ask for that are set. Raises InvalidRequest naming the field at fault."""
+    """Return the structure that the fields in OTHER_NAMES request; None: any text. Raises InvalidRequest that names the
+    invalid field."""
     asked = {name: given[name] for name in OTHER_NAMES if given.get(name) is not None}
     if not asked:
         return None
@@ -84,7 +85,7 @@ def _json_schema(described: object) -> StructuredOutputsParams:
 
 
 def _schema(path: str, holder: Mapping[str, Any]) -> StructuredOutputsParams:
-    """What the member `schema` of `holder` asks for."""
+    """Return the structure that the member `schema` of `holder` requests."""
     schema = holder.get("schema")
     if not isinstance(schema, Mapping):
         shown = "is missing" if "schema" not in holder else "must be an object"
@@ -101,7 +102,7 @@ def _refuse_others(path: str, value: Mapping[str, Any], known: tuple[str, ...]) 
 
 @contextmanager
 def _named(field: str, shown: str) -> Iterator[None]:
-    """Errors about `field` name what the client wrote instead."""
+    """Rename `field` in the errors of the block to `shown`, the name that the client used."""
     try:
         yield
     except InvalidRequest as error:

@@ -1,5 +1,5 @@
-"""What one rendering of a chat template may cost, the counting that makes it stop there, and Jinja's filters and tests,
-each checked against the budget before and after it runs."""
+"""The limits of one rendering of a chat template, the Budget that enforces them, and Jinja's filters and tests with
+checks against the budget before and after each call."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from jinja2.tests import TESTS
 
 MAX_ARGUMENT = 100_000
 MAX_FIELD_WIDTH = 999
-MAX_CHARACTER_SET = 256  # characters to strip, or to look for from the right, in a long text
+MAX_CHARACTER_SET = 256  # characters to strip from a long text, or to search for from its right end
 CALL_BYTES = 64
 NUMBER_BITS = 4_096
 _SCALARS = (str, int, float, bool, type(None), Undefined)
 _CONTAINERS = (list, tuple, Mapping, KeysView, ValuesView, ItemsView)
-_NODE = 8  # brackets, quotes, commas: what a value takes besides its text
-_ITEM_BYTES = 56  # what a short string in a fresh list takes
+_NODE = 8  # characters of brackets, quotes and commas per value
+_ITEM_BYTES = 56  # bytes of a short string in a new list
 
 Given = Mapping[str, Any]
 
 
 class TemplateTooCostly(Exception):
-    """A rendering went over its budget; the text says which part of it."""
+    """A rendering exceeded its budget. The text names the exceeded limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """Bounds on one template and each of its renderings. Values grow with the input, so long chats still render."""
+    """Limits of one template and of each rendering. Some grow with the input, so that long chats still render."""
 
     source_characters: int = 65_536
     syntax_nodes: int = 8_192
     messages: int = 8_192
     input_characters: int = 16_000_000
     output_characters: int = 16_000_000
-    seconds: float = 0.5  # of this thread's own time
+    seconds: float = 0.5  # of this thread's CPU time
     value_size: int = 1_000_000  # characters or items of any single value
-    total_bytes: int = 32_000_000  # of all values made, freed or not
-    growth: int = 8  # both may also grow to this many times the input
+    total_bytes: int = 32_000_000  # of all values made, including freed ones
+    growth: int = 8  # value_size may also be this many times the input, total_bytes 4 times that
 
 
 class Budget:
-    """Counts one rendering's time and memory. Every method raises TemplateTooCostly once a bound is passed."""
+    """Counts the time and memory of one rendering. Every method raises TemplateTooCostly once a limit is exceeded."""
 
     def __init__(self, limits: TemplateLimits, input_size: int) -> None:
         self.limits = limits
@@ -61,7 +61,7 @@ class Budget:
         self._look_at_clock = time.monotonic() + limits.seconds
 
     def tick(self) -> None:
-        """Called at every loop turn, call, filter and test."""
+        """Check the time. Called at every loop iteration, call, filter and test."""
         now = time.monotonic()
         if now < self._look_at_clock:
             return
@@ -71,17 +71,18 @@ class Budget:
         self._look_at_clock = now + left
 
     def spend(self, num_bytes: int) -> None:
+        """Count `num_bytes` of memory."""
         self._bytes_left -= num_bytes
         if self._bytes_left < 0:
             raise TemplateTooCostly("it made more data than its memory limit allows")
 
     def fits(self, size: int) -> None:
-        """Refuse to make a value of `size` characters or items."""
+        """Refuse to make a value of `size` characters or items if that is too large."""
         if size > self.value_size:
             raise TemplateTooCostly(f"it would make a value of {size} characters or items, limit {self.value_size}")
 
     def made(self, value: object) -> None:
-        """Account for a value that was just made."""
+        """Count a value that was just made."""
         if isinstance(value, str):
             self.fits(len(value))
             self.spend(sys.getsizeof(value))
@@ -96,7 +97,7 @@ class Budget:
             raise TemplateTooCostly(f"it made a number of {value.bit_length()} bits, limit {NUMBER_BITS}")
 
     def weigh(self, value: object, indent: int = 0) -> int:
-        """The characters that writing `value` out takes, every shared part counted each time it is met."""
+        """Return how many characters it takes to write out `value`. A shared part is counted each time it occurs."""
         if isinstance(value, _SCALARS):
             return len(value) if isinstance(value, str) else _NODE
         total, waiting = 0, [(value, 1)]
@@ -116,13 +117,13 @@ class Budget:
         return total
 
     def text(self, value: object) -> str:
-        """`str(value)`, weighed first."""
+        """Return `str(value)` after checking its size."""
         if not isinstance(value, str):
             self.weigh(value)
         return str(value)
 
     def listed(self, values: Iterable[object]) -> list[object]:
-        """The items of any iterable, as long as they are not too many."""
+        """Return the items of an iterable as a list. Raises if there are too many."""
         if isinstance(values, list):
             return values
         found: list[object] = []
@@ -137,20 +138,20 @@ def _names(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-# Offered as Jinja has them. Those left out make markup, print Python objects or pad text; chats need none of it.
+# Jinja's filters that templates may use. The others make markup, print Python objects or pad text.
 _OFFERED = _names(
     """abs batch capitalize count d default dictsort e escape first float format groupby indent int items join last
     length list lower map max min reject rejectattr replace reverse round safe select selectattr slice sort string sum
     title trim truncate unique upper wordcount"""
 )
-# These look at no more than their input's own items, so what lies deeper need not be weighed.
+# Filters that read only the direct items of their input, so nested values need not be weighed.
 _SHALLOW = _names(
     "batch count d default first items last length list map reject rejectattr reverse select selectattr slice"
 )
 _CONSUMES = _names("batch dictsort groupby join list max min reverse slice sort sum unique")
 _COMPARES = _names("== != < <= > >= eq equalto ne lt lessthan le gt greaterthan ge in")
 _WIDE_PERCENT = re.compile(r"%(?:\([^()%]{0,64}\))?[-+ #0-9.]*(?:\d{4}|\*)")
-_ODD_KEY = re.compile(r"%\((?![^()%]{0,64}\))")  # one in which a wide field could hide
+_ODD_KEY = re.compile(r"%\((?![^()%]{0,64}\))")  # a key pattern in which a wide field could be hidden
 _WIDE_SPEC = re.compile(r"\d{4}")
 _REPR_GROWTH = 10  # one character may be written as \U0001f600
 
@@ -169,7 +170,7 @@ def guarded_tests() -> dict[str, Any]:
 
 
 def check_percent(budget: Budget, template: str, arguments: object) -> None:
-    """Refuse a printf template that could write far more than it is given."""
+    """Refuse a printf template whose result could be far larger than its arguments."""
     if _WIDE_PERCENT.search(template) or _ODD_KEY.search(template):
         raise TemplateTooCostly(f"a format field is computed or wider than {MAX_FIELD_WIDTH}")
     repeats = template.count("%")
@@ -177,7 +178,7 @@ def check_percent(budget: Budget, template: str, arguments: object) -> None:
 
 
 def check_format(budget: Budget, template: str, arguments: Iterable[object]) -> None:
-    """Refuse a str.format template that could write far more than it is given."""
+    """Refuse a str.format template whose result could be far larger than its arguments."""
     fields = [(spec or "", conversion) for _, name, spec, conversion in Formatter().parse(template) if name is not None]
     if any("{" in spec or _WIDE_SPEC.search(spec) for spec, _ in fields):
         raise TemplateTooCostly(f"a format field is computed or wider than {MAX_FIELD_WIDTH}")
@@ -195,7 +196,8 @@ def check_join(budget: Budget, separator: str, parts: list[object]) -> None:
 
 
 def _guarded(name: str, function: Any, precheck: Callable[[Budget, Given], None] | None) -> Any:
-    """`function` as a filter or test that reports to the budget; `precheck` sees its arguments by name."""
+    """Wrap a filter or test so that it reports to the budget. `precheck` gets its arguments by name before each
+    call."""
     weighs = name in _COMPARES or (name in _OFFERED and name not in _SHALLOW)
     passes = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
     plain = inspect.unwrap(function)
@@ -289,7 +291,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as Hugging Face's templates expect it: nothing is escaped for HTML."""
+    """Return a value as JSON, as Hugging Face's templates expect it: without HTML escapes."""
     budget = budget_of(context)
     budget.tick()
     width = indent if isinstance(indent, int) else len(indent or "")

@@ -1,7 +1,8 @@
-"""The Jinja environment chat templates run in: sandboxed, and with every way to grow or to linger under a budget.
+"""The Jinja environment in which chat templates run: sandboxed, with a budget for time and memory.
 
-Templates come with model files, so they are treated as hostile. The compiled template itself is changed: loop turns,
-comparisons, literals, slices and joins report to the rendering's budget, as do calls, operators and filters.
+Templates come with model files and are treated as hostile. The syntax tree is rewritten before compilation: loop
+iterations, comparisons, literals, slices and joins report to the rendering's budget, as do calls, operators and
+filters.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ MAX_POWER = 64
 MAX_TIME_FORMAT = 256
 _SLOW_SEARCHES = frozenset({"strip", "lstrip", "rstrip", "rfind", "rindex", "rsplit", "rpartition"})
 _LONG_TEXT = 65_536
-_LONG_OPERAND = 4_096  # characters from which a comparison is worth a look at the clock
+_LONG_OPERAND = 4_096  # comparisons of texts longer than this check the time
 TURN_BYTES = 64
-_FRAME_VARIABLES = ("_loop_vars", "_block_vars")  # Jinja hands a frame's own variables along with every call
+_FRAME_VARIABLES = ("_loop_vars", "_block_vars")  # arguments that Jinja adds to every call
 _OBJECT_BYTES = 512  # a namespace and its dictionary
 _STRING_METHODS = (
     "capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier "
@@ -61,11 +62,11 @@ _STRFTIME = re.compile(r"(?:[^%]|%-?[A-Za-z%])*")
 
 
 class RenderContext(Context):
-    """One rendering's variables; its `budget` is set before it runs."""
+    """The variables of one rendering. Its `budget` is set before it runs."""
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles and runs chat templates as Hugging Face's tools do, within a Budget."""
+    """Compiles and runs chat templates like Hugging Face's libraries, within a Budget."""
 
     context_class = RenderContext
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
@@ -74,7 +75,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # folding constants would run filters before there is a budget
+            optimized=False,  # constant folding would run filters without a budget
             finalize=written,
             extensions=[LoopControlExtension, _GenerationBlock],
         )
@@ -155,7 +156,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def _checked_arguments(
         self, context: Context, method: Any, args: tuple[Any, ...], given: list[Any]
     ) -> tuple[Any, ...]:
-        """Check a method of a builtin type and what it is given; returns its arguments, iterators read out."""
+        """Check a method of a builtin type and its arguments. Returns the arguments, with iterators converted to
+        lists."""
         owner, name, budget = method.__self__, method.__name__, budget_of(context)
         if not any(isinstance(owner, kind) and name in names for kind, names in _METHODS.items()):
             raise SecurityError(f"{type(owner).__name__}.{name} is not available in chat templates")
@@ -177,7 +179,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _check_search(budget: Budget, text: str, name: str, args: tuple[Any, ...]) -> None:
-    """Methods that cut a string copy it; those that compare every character with a set may be slow."""
+    """Count the memory of methods that cut a string, since they copy it, and refuse searches that compare every
+    character with a large set."""
     if "split" in name or "partition" in name:
         budget.spend(sys.getsizeof(text))
     if (
@@ -189,7 +192,7 @@ def _check_search(budget: Budget, text: str, name: str, args: tuple[Any, ...]) -
 
 
 class _Format:
-    """A string's format method: sandboxed by Jinja, sized by us."""
+    """A string's format method, sandboxed by Jinja. `template` is the string, for the size check."""
 
     def __init__(self, template: str, function: Callable[..., str]) -> None:
         self.template, self._function = template, function
@@ -199,7 +202,7 @@ class _Format:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks the assistant's words for training; here it only has a scope of its own."""
+    """The block {% generation %}, which marks the assistant's text for training. Here it is only a scope."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -245,7 +248,8 @@ def _strftime_now(template: object) -> str:
 
 
 def guard(template: nodes.Template) -> nodes.Template:
-    """`template`, changed in place: loop turns, comparisons, literals, slices and joins report to the budget."""
+    """Rewrite `template` in place so that loop iterations, comparisons, literals, slices and joins report to the
+    budget."""
     _Guard().visit(template)
     return template
 
@@ -258,7 +262,7 @@ class _Guard(NodeTransformer):
 
 
 def _checked(node: nodes.Expr, check: str) -> nodes.Expr:
-    """`node`, its value passed through one of CHECKS on its way."""
+    """Return an expression that passes the value of `node` through one of CHECKS."""
     if check in ("operand", "key") and isinstance(node, nodes.Const):
         return node
     return nodes.Filter(node, f"quire.{check}", [], [], None, None, lineno=node.lineno)
@@ -322,7 +326,7 @@ _REWRITES: dict[type[nodes.Node], Callable[[Any], nodes.Node]] = {
 
 @pass_context
 def _turn(context: Context, literal: int) -> bool:
-    """One turn of a loop, which may write `literal` characters of the template's own text."""
+    """Count one loop iteration, which may write `literal` characters of the template's own text."""
     budget = budget_of(context)
     budget.tick()
     budget.spend(literal + TURN_BYTES)
@@ -337,7 +341,8 @@ def _made(context: Context, value: Any) -> Any:
 
 @pass_context
 def _operand(context: Context, value: Any) -> Any:
-    """Comparing walks through both sides, so one is weighed and the clock looked at before."""
+    """Check an operand of a comparison. A comparison reads both sides completely, so lists are weighed and the time is
+    checked first."""
     if isinstance(value, str):
         if len(value) > _LONG_OPERAND:
             budget_of(context).tick()
@@ -365,7 +370,7 @@ def _concat(context: Context, parts: tuple[Any, ...]) -> str:
 
 @pass_context
 def written(context: Context, value: Any) -> str:
-    """What {{ value }} writes."""
+    """Return the text that {{ value }} writes."""
     budget = budget_of(context)
     text = budget.text(value)
     budget.spend(len(text))

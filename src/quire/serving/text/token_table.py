@@ -1,4 +1,4 @@
-"""The vocabulary that the engine is given: every token's bytes, read from the tokenizer."""
+"""Makes the vocabulary that the engine needs for grammars: the bytes of every token, read from the tokenizer."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from quire.engine.decoding.vocabulary import Encode, Vocabulary, VocabularySourc
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
 
-_PROBE = "{"  # a text that tokenizers with a habit of putting a space before the first word put one before
-_BEFORE = "\x02"  # stands before a text that goes on from another, and takes that space
+_PROBE = "{"  # encoded to detect tokenizers that put a space before a text
+_BEFORE = "\x02"  # put before a text that continues another one, so that the space goes before this
 
 
 def vocabulary_source(tokenizer: Tokenizer) -> VocabularySource:
-    """Makes the vocabulary when it is first asked for; all who ask share one."""
+    """Return a function that makes the vocabulary on its first call and returns the same one afterwards."""
     return cache(lambda: vocabulary_of(tokenizer))
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """All tokens as bytes. Raises InvalidRequest for tokenizers that put something between any two tokens."""
+    """Return the bytes of all tokens. Raises InvalidRequest for tokenizers that put a separator between tokens."""
     if tokenizer.decoding.rules.joiner:
         raise InvalidRequest(
-            "structured_outputs", "cannot be followed with this model's tokenizer, which joins tokens by spaces"
+            "structured_outputs", "are not supported with this model's tokenizer, which puts spaces between tokens"
         )
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
     return Vocabulary(tokens, tokenizer.special_ids.union(tokenizer.eos_ids), tokenizer.eos_ids, _encoder(tokenizer))

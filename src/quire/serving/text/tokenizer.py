@@ -1,4 +1,4 @@
-"""Text to token ids and back, exactly as the model's makers did it, and what each token by itself adds to a text."""
+"""Converts text to token ids and back exactly like the model's original tokenizer, and knows the text of each token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.types.errors import InvalidRequest, ModelLoadError
 
 REPLACEMENT = "\ufffd"
 _KEEPING = ("ByteLevel", "Split", "Digits")  # pre-tokenizers that lose no text
-_SHRINKS = {None: 1, "NFC": 4}  # normalizers, and characters that may become one
+_SHRINKS = {None: 1, "NFC": 4}  # by normalizer: how many characters it may merge into one
 
 Piece = TypeVar("Piece")
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """Return the byte for each printable character that stands for it in GPT-2's byte-level vocabularies."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -40,20 +40,20 @@ _BYTES = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How token strings are joined into text; each field is one habit a decoder may have."""
+    """How a decoder joins token strings into text."""
 
-    byte_level: bool = False  # strings spell bytes in GPT-2's alphabet
+    byte_level: bool = False  # token strings spell bytes in GPT-2's alphabet
     replacements: tuple[tuple[str, str], ...] = ()
-    byte_fallback: bool = False  # tokens like <0xE2> are single bytes
+    byte_fallback: bool = False  # tokens like <0xE2> stand for single bytes
     joiner: str = ""  # between any two tokens
     strip: str = ""  # a character removed from the start of the whole text ...
     num_stripped: int = 0  # ... at most this often
-    continuation: str = ""  # what pieces begin with that go on with a word; before all others stands a space
-    first_drops: str = ""  # a character removed from the first token wherever it stands in it
+    continuation: str = ""  # prefix of tokens that continue a word; all others get a space before them
+    first_drops: str = ""  # a character removed from the first token, in any place
 
 
 class Pieces(dict[int, Piece]):
-    """Token id to piece, made on first use."""
+    """A dict from token id to piece. Entries are made on first use."""
 
     def __init__(self, make: Callable[[int], Piece]) -> None:
         super().__init__()
@@ -79,7 +79,8 @@ class Decoding:
         return token.encode() if -1 in spelled else bytes(spelled)
 
     def _text_of(self, token_id: int) -> str | int | None:
-        """The string a token adds, the byte it stands for, or None for an id outside the vocabulary."""
+        """Return the string that a token adds to a text, the byte of a byte token, or None for an id outside the
+        vocabulary."""
         token = self._token(token_id)
         if token is None:
             return None
@@ -95,7 +96,7 @@ class Decoding:
 
 
 def _fallback_byte(token: str) -> int | None:
-    """The byte that a token like <0xE2> stands for."""
+    """Return the byte of a token like <0xE2>, or None for any other token."""
     if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
         return None
     try:
@@ -132,12 +133,12 @@ def _with_step(rules: Rules, step: dict[str, Any], fused: bool) -> tuple[Rules, 
     if kind == "Fuse":
         return rules, True
     raise ModelLoadError(
-        "tokenizer.json", f"decoder step {kind!r} is not supported where it stands", fix="use another model"
+        "tokenizer.json", f"decoder step {kind!r} is not supported in this place", fix="use another model"
     )
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The tokenizer of a resolved model. Raises ModelLoadError when its files hold none that can be used."""
+    """Load the tokenizer of a resolved model. Raises ModelLoadError if its files have none that is supported."""
     if files.kind == "hf":
         return Tokenizer(*build_hf_tokenizer(files.path))
     gguf = GgufFile(files.path)
@@ -148,9 +149,9 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
 
 
 class Tokenizer:
-    """Encodes and decodes text. Stateless once made, so threads may share it.
+    """Encodes and decodes text. Immutable, so threads may share it.
 
-    Decoding never tidies spaces before punctuation: the text is what the tokens say.
+    Decoding never removes spaces before punctuation: the text is exactly that of the tokens.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special: SpecialTokens) -> None:
@@ -162,23 +163,26 @@ class Tokenizer:
         self.decoding = Decoding(backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; special tokens written in it become their ids, and bos/eos go around it when asked."""
-        return self.encode_batch((text,), add_special_tokens)[0]  # the backend lets other threads run only in batches
+        """Return the ids of `text`. Special tokens written in it become their ids. bos and eos are added if
+        `add_special_tokens`."""
+        return self.encode_batch((text,), add_special_tokens)[0]  # the backend releases the GIL only in batch calls
 
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of `text`, and where each begins and ends in it, in characters. Added tokens are empty: (0, 0)."""
+        """Return the ids of `text`, and the start and end of each in characters. Added bos and eos tokens have (0,
+        0)."""
         (found,) = self._backend.encode_batch([_checked(text)], add_special_tokens=add_special_tokens)
         return list(found.ids), list(found.offsets)
 
     def fewest_tokens(self, text: str) -> int:
-        """A number of tokens `text` has at least, found without tokenizing it; 0 where nothing is certain."""
+        """Return a lower bound of the number of tokens in `text` without tokenizing it; 0 if no bound is known."""
         return len(text) // self._most_characters if self._most_characters else 0
 
     @cached_property
     def _most_characters(self) -> int:
-        """How many characters one token can stand for; 0 where a tokenizer may drop or merge any number of them."""
+        """The most characters that one token can stand for; 0 if the tokenizer may drop or merge any number of
+        characters."""
         normalizer = self._backend.normalizer
         kind = None if normalizer is None else json.loads(normalizer.__getstate__())["type"]
         added = self._backend.get_added_tokens_decoder().values()
@@ -190,7 +194,8 @@ class Tokenizer:
         return longest * _SHRINKS[kind]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of every text, on all cores. Long texts are encoded in slices: no call takes long or much memory."""
+        """Encode every text, on all cores. Long texts are encoded in slices if possible, so that no call takes long or
+        uses much memory."""
         batch = [_checked(text) for text in texts]
         if any(len(text) > SLICE_CHARACTERS for text in batch) and self._can_slice:
             return [self._encode_in_slices(text, add_special_tokens) for text in batch]
@@ -199,15 +204,17 @@ class Tokenizer:
         ]
 
     def shortened(self, ids: list[int], most: int) -> list[int]:
-        """The beginning of a text that was encoded with special tokens, with those that go after every text."""
+        """Truncate ids that were encoded with special tokens to at most `most`. The tokens after every text (eos) are
+        kept."""
         last = self._edge_ids[1] if len(ids) > most else []
         return [*ids[: most - len(last)], *last] if len(last) < most else ids[:most]
 
     def encode_pairs(
         self, firsts: Sequence[str], seconds: Sequence[str], most: int | None = None
     ) -> Iterator[tuple[list[int], int]]:
-        """Yield the ids of each pair of texts as one, and how many of them come before the second text. Of pairs with
-        more than `most` the longer text loses its end first. A text of several pairs is encoded once."""
+        """Yield the ids of each pair of texts as one sequence, and how many of them come before the second text. Pairs
+        of more than `most` tokens are truncated at the end of the longer text. A text that is in several pairs is
+        encoded once."""
         before, between, after = self._pair_edges
         room = None if most is None else max(most - len(before) - len(between) - len(after), 0)
         distinct = list(dict.fromkeys((*firsts, *seconds)))
@@ -226,7 +233,7 @@ class Tokenizer:
 
     @cached_property
     def _pair_edges(self) -> tuple[list[int], list[int], list[int]]:
-        """The ids that go before a pair of texts, between them and after them."""
+        """The special token ids before a pair of texts, between them and after them."""
         plain = self._backend.encode("a", add_special_tokens=False).ids
         whole = self._backend.encode("a", "a").ids
         starts = [place for place in range(len(whole)) if whole[place : place + len(plain)] == plain]
@@ -249,7 +256,7 @@ class Tokenizer:
 
     @cached_property
     def _edge_ids(self) -> tuple[list[int], list[int]]:
-        """The ids that go before and after every text."""
+        """The special token ids before and after every text."""
         plain, whole = (self._backend.encode("a", add_special_tokens=added).ids for added in (False, True))
         for place in range(len(whole) - len(plain) + 1):
             if whole[place : place + len(plain)] == plain:
@@ -259,8 +266,8 @@ class Tokenizer:
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """The text of `ids`. Ids outside the vocabulary have none; bytes that are no UTF-8 become U+FFFD."""
-        if self.decoding.rules.continuation:  # the library leaves the mark of a first piece
+        """Return the text of `ids`. Ids outside the vocabulary are skipped; bytes that are not UTF-8 become U+FFFD."""
+        if self.decoding.rules.continuation:  # the library does not remove the prefix of a first token
             shown = (index for index in ids if not (skip_special_tokens and index in self.special_ids))
             return "".join(map(self.token_text, shown)).removeprefix(" ")
         if spaces_between_special_tokens or not self.decoding.rules.joiner:
@@ -268,7 +275,7 @@ class Tokenizer:
         return self._decode_unspaced(ids, skip_special_tokens)
 
     def _decode_unspaced(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Tokens joined by the decoder's separator, but for two special ones in a row."""
+        """Join tokens by the decoder's separator, except between two special tokens."""
         parts: list[str] = []
         after_special = True
         for index in ids:
@@ -281,28 +288,28 @@ class Tokenizer:
         return "".join(parts)
 
     def save(self, path: Path) -> None:
-        """Write it down as a tokenizer.json, as Hugging Face directories hold it."""
+        """Write the tokenizer to a tokenizer.json file, as in Hugging Face directories."""
         self._backend.save(str(path))
 
     def raw_token(self, token_id: int) -> str | None:
-        """A token as the vocabulary spells it, such as "Ġthe"; None for an id that is not in the vocabulary."""
+        """Return a token as the vocabulary spells it, such as "Ġthe"; None for an id outside the vocabulary."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
 
     def token_id(self, raw_token: str) -> int | None:
-        """The id of a token as the vocabulary spells it; None for one that it does not hold."""
+        """Return the id of a token as the vocabulary spells it; None if it is not in the vocabulary."""
         return self._backend.token_to_id(raw_token)
 
     def vocabulary(self) -> dict[str, int]:
-        """All tokens as the vocabulary spells them, with their ids."""
+        """Return all tokens as the vocabulary spells them, with their ids."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The ids of special tokens by their text: those that texts leave out."""
+        """The ids of special tokens by their text. Decoding with `skip_special_tokens` leaves these out."""
         return {self.token_text(token): token for token in sorted(self.special_ids)}
 
     def token_text(self, token_id: int) -> str:
-        """What one token looks like inside a text; U+FFFD stands for bytes that are no character alone."""
+        """Return the text of one token. Bytes that are not a character alone become U+FFFD."""
         if self.decoding.rules.byte_level:
             return self.decoding.as_bytes[token_id].decode(errors="replace")
         piece = self.decoding.as_text[token_id]
@@ -311,14 +318,15 @@ class Tokenizer:
         return piece or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token adds to a text; none for an id that has no text."""
+        """Return the bytes that one token adds to a text; empty for an id without text."""
         if self.decoding.rules.byte_level:
             return self.decoding.as_bytes[token_id]
         piece = self.decoding.as_text[token_id]
         return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()
 
     def bad_word_ids(self, word: str) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that spell `word`, at the start of a text and after a space."""
+        """Return the token sequences of `word`, at the start of a text and after a space. Raises InvalidRequest if it
+        has no tokens."""
         plain = tuple(self.encode(word.lstrip() or word, add_special_tokens=False))
         spaced = tuple(self.encode(" " + (word.lstrip() or word), add_special_tokens=False))
         if not plain:
@@ -328,7 +336,7 @@ class Tokenizer:
 
 
 def _keeps_all(pre_tokenizer: Any) -> bool:
-    """Whether splitting a text into words leaves nothing of it out."""
+    """Whether a pre-tokenizer drops no text."""
     if pre_tokenizer is None:
         return True
     described = json.loads(pre_tokenizer.__getstate__())
@@ -337,7 +345,7 @@ def _keeps_all(pre_tokenizer: Any) -> bool:
 
 
 def _checked(text: str) -> str:
-    """`text`, or InvalidRequest if it holds half a character (a lone surrogate) that no tokenizer can read."""
+    """Return `text`. Raises InvalidRequest if it has a lone surrogate, which no tokenizer can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

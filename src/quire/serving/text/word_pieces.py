@@ -1,4 +1,4 @@
-"""Tokenizers of word pieces, as BERT has them: from a list of tokens, or from a folder with vocab.txt."""
+"""Builds WordPiece tokenizers, as used by BERT, from a list of tokens or from vocab.txt."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quire.types.errors import ModelLoadError
 
-CONTINUATION = "##"  # what a piece begins with that goes on with a word
-MOST_CHARACTERS = 100  # of a word; a longer one is unknown
+CONTINUATION = "##"  # prefix of tokens that continue a word
+MOST_CHARACTERS = 100  # of a word; a longer word becomes the unknown token
 _CLASSES = ("BertTokenizer", "BertTokenizerFast", "DistilBertTokenizer", "DistilBertTokenizerFast")
 
 
 def build_word_pieces(
     tokens: Sequence[str], unknown: str, *, lowercase: bool, strip_accents: bool | None = None, splits_han: bool = True
 ) -> Tokenizer:
-    """The tokenizer of a vocabulary, its unknown token among them. `strip_accents`: None is as `lowercase`."""
+    """Return the tokenizer of a vocabulary. `unknown` is one of its tokens. `strip_accents` None means the value of
+    `lowercase`."""
     ids = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token=unknown, max_input_chars_per_word=MOST_CHARACTERS))
     tokenizer.normalizer = normalizers.BertNormalizer(
@@ -29,7 +30,8 @@ def build_word_pieces(
 
 
 def read_word_pieces(text: str, config: Mapping[str, Any], file: str) -> Tokenizer:
-    """The tokenizer of a vocab.txt, a token a line, with the settings of tokenizer_config.json: `unk_token` is one."""
+    """Return the tokenizer of a vocab.txt (one token per line) with the settings of tokenizer_config.json, which must
+    include `unk_token`. Raises ModelLoadError."""
     kind = config.get("tokenizer_class")
     if kind is not None and kind not in _CLASSES:
         raise ModelLoadError(file, f"belongs to a {kind!r:.80}, which is not supported", fix="use a tokenizer.json")

@@ -1,6 +1,6 @@
-"""From the bytes of a PNG, JPEG or WebP file to the pixels that a model is shown, and to its placeholder tokens.
+"""Decodes PNG, JPEG and WebP files and resizes them for a model, and repeats their placeholder tokens in prompts.
 
-Files are decoded and resized by Pillow, which is installed with the extra `vision`.
+Pillow does the decoding and resizing. It is installed with the extra `vision`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from quire.types.images import MAX_PIXEL_BYTES, PromptImage, image_key
 from quire.types.install import install_extra
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_RATIO = 200  # of the longer side to the shorter
-MAX_BYTES, MAX_PIXELS = 20 * 2**20, 64_000_000  # of one image as it comes
-MAX_ALL_PIXELS = 200_000_000  # of the images of one request, as they come
+MAX_RATIO = 200  # longer side divided by shorter side
+MAX_BYTES, MAX_PIXELS = 20 * 2**20, 64_000_000  # of one image, before resizing
+MAX_ALL_PIXELS = 200_000_000  # of all images of one request, before resizing
 _FIX = "send a PNG, JPEG or WebP file"
 _ORIENTATION = 0x0112  # the EXIF tag
-_GREY_16 = ("I", "I;16", "I;16L", "I;16B", "I;16N")  # modes of grey PNG files with 16 bits
-_LARGE_PIXELS = 16_000_000  # a process decodes one image at a time that has more: it may take 16 bytes for each
+_GREY_16 = ("I", "I;16", "I;16L", "I;16B", "I;16N")  # Pillow's modes of grey 16-bit PNG files
+_LARGE_PIXELS = 16_000_000  # larger images are decoded one at a time: up to 16 bytes per pixel
 _LARGE_ONE = threading.Lock()
 
 
 class TooManyImages(InvalidRequest):
-    """The images of a request are too many, or too large together."""
+    """A request has too many images, or their total size is too large."""
 
 
 @dataclass(slots=True)
 class ImageBudget:
-    """What the images of one request have together. An image is added before it is decoded."""
+    """Counts the images of one request and their sizes. An image is counted before it is decoded."""
 
     max_images: int
-    max_pixels: int  # as they come
+    max_pixels: int  # before resizing
     num_images: int = 0
     num_pixels: int = 0
-    num_bytes: int = 0  # after they are resized
+    num_bytes: int = 0  # after resizing
 
     def add_one(self, field: str) -> None:
         """Count an image that is not opened yet. Raises TooManyImages."""
@@ -51,7 +51,7 @@ class ImageBudget:
         self.num_images += 1
 
     def add_size(self, field: str, num_pixels: int, num_bytes: int) -> None:
-        """Count the pixels of an image. Raises TooManyImages if all together have too many."""
+        """Count the pixels and bytes of an image. Raises TooManyImages if the total is too large."""
         self.num_pixels += num_pixels
         self.num_bytes += num_bytes
         if self.num_pixels > self.max_pixels:
@@ -66,7 +66,7 @@ class ImageBudget:
 
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    """Prepares images for one model. May be used in any thread; a large image waits for its turn there."""
+    """Prepares images for one model. Thread-safe; only one large image is decoded at a time."""
 
     limits: ImageLimits
     max_bytes: int = MAX_BYTES
@@ -77,14 +77,14 @@ class ImageReader:
         return ImageBudget(self.limits.max_images, self.max_all_pixels)
 
     def decode(self, field: str, data: bytes, budget: ImageBudget | None = None) -> PromptImage:
-        """Prepare an image file. Raises InvalidRequest."""
+        """Decode and prepare an image file. Raises InvalidRequest."""
         library = _pillow(field)
         if len(data) > self.max_bytes:
             raise InvalidRequest(field, f"has {len(data):,} bytes, limit {self.max_bytes:,}", "send a smaller image")
         return self._prepare(field, lambda: library.open(io.BytesIO(data), formats=FORMATS), budget)
 
     def prepare(self, field: str, image: Any, budget: ImageBudget | None = None) -> PromptImage:
-        """Turn, resize and hash a PIL image. It is placed in no prompt yet. Raises InvalidRequest."""
+        """Rotate, resize and hash a PIL image. The result has no place in a prompt yet. Raises InvalidRequest."""
         if not isinstance(image, _pillow(field).Image):
             raise InvalidRequest(field, f"must be a PIL image, got {type(image).__name__}")
         return self._prepare(field, lambda: image, budget)
@@ -104,7 +104,7 @@ class ImageReader:
             raise
         except (library.DecompressionBombError, library.DecompressionBombWarning):
             raise InvalidRequest(field, f"has more than {self.max_pixels:,} pixels", "send a smaller image") from None
-        except Exception as error:  # noqa: BLE001  whatever a decoder raises about somebody's bytes
+        except Exception as error:  # noqa: BLE001  decoders raise many exceptions for invalid data
             raise InvalidRequest(field, f"cannot be decoded ({type(error).__name__})", _FIX) from None
 
     def _resized(self, field: str, library: Any, image: Any) -> PromptImage:
@@ -122,7 +122,8 @@ class ImageReader:
 
 
 def fitting_size(height: int, width: int, grid: ImageGrid, field: str = "images") -> tuple[int, int]:
-    """The height and width to resize an image to: whole units, about its shape, and within the model's bounds."""
+    """Return the (height, width) to which an image is resized: multiples of the unit, about the same aspect ratio,
+    within the model's limits. Raises InvalidRequest."""
     if max(height, width) > MAX_RATIO * min(height, width):
         reason = f"is {width} x {height}: one side is more than {MAX_RATIO} times the other"
         raise InvalidRequest(field, reason, "cut it")
@@ -134,18 +135,18 @@ def fitting_size(height: int, width: int, grid: ImageGrid, field: str = "images"
     elif rows * columns * unit**2 < grid.min_pixels:
         grow = math.sqrt(grid.min_pixels / (height * width))
         rows, columns = (math.ceil(side * grow / unit) for side in (height, width))
-    while rows * columns > grid.max_tokens:  # rounding up, or to a side of one unit, may exceed it
+    while rows * columns > grid.max_tokens:  # rounding up, or to one unit, may exceed the limit
         rows, columns = (rows - 1, columns) if rows > columns else (rows, columns - 1)
-    if rows * columns < FEWEST_TOKENS:  # rounded down from about as many
+    if rows * columns < FEWEST_TOKENS:  # too few through rounding down
         rows, columns = (4 if rows == 3 else 1, 4 if columns == 3 else 1) if 3 in (rows, columns) else (2, 2)
     return rows * unit, columns * unit
 
 
 def _upright(library: Any, image: Any) -> Any:
-    """The image turned as its file says, or as it is where what the file says cannot be read."""
+    """Return the image rotated according to its EXIF orientation, or unchanged if that cannot be read."""
     try:
         orientation = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # noqa: BLE001  whatever a parser raises about somebody's metadata
+    except Exception:  # noqa: BLE001  parsers raise many exceptions for invalid metadata
         return image
     turns = library.Transpose
     turn = {
@@ -161,8 +162,8 @@ def _upright(library: Any, image: Any) -> Any:
 
 
 def _as_rgb(image: Any) -> Any:
-    """The image in RGB. Of a transparent image the colors are kept and the transparency is dropped."""
-    if image.mode in _GREY_16:  # the library would cut off what is above 255
+    """Return the image in RGB. An alpha channel is dropped."""
+    if image.mode in _GREY_16:  # Pillow would clip values above 255
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     return image if image.mode == "RGB" else image.convert("RGB")
 
@@ -170,8 +171,8 @@ def _as_rgb(image: Any) -> Any:
 def place_images(
     field: str, token_ids: Sequence[int], images: Sequence[PromptImage], token_id: int
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Repeat each placeholder of a prompt for all tokens of its image, in order. Raises InvalidRequest unless there is
-    one for each image."""
+    """Repeat each placeholder in a prompt once for each token of its image, and set where images start. Raises
+    InvalidRequest unless there is one placeholder for each image."""
     count = sum(token == token_id for token in token_ids)
     if count != len(images):
         reason = f"has {count} placeholders of images, and {len(images)} images were sent"

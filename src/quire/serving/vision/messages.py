@@ -1,4 +1,4 @@
-"""Takes the images out of conversations: the chat template writes a placeholder where each of them stood."""
+"""Takes the images out of messages and replaces them by parts for which the chat template writes placeholders."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
 
 _FORM = 'send {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
-Taken = tuple[Any, tuple[PromptImage, ...]]  # a message with placeholders in place of its images, and these
+Taken = tuple[Any, tuple[PromptImage, ...]]  # a message with placeholders, and its images
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTaker:
-    """Reads the images of messages, wherever their bytes are."""
+    """Reads the images of messages from their sources."""
 
     reader: ImageReader
     sources: MediaSources
 
     def take(self, messages: Sequence[Any]) -> tuple[list[Any], tuple[PromptImage, ...]]:
-        """Return the messages with placeholders in place of image parts, and the images in order. What is wrong with
-        messages besides is left to whoever renders them. Raises InvalidRequest."""
+        """Return the messages with placeholder parts instead of images, and the images in order. Other errors in
+        messages are left to the renderer. Raises InvalidRequest."""
         budget = self.reader.make_budget()
         pairs = [self._take(f"messages[{place}]", message, budget) for place, message in enumerate(messages)]
         return [message for message, _ in pairs], tuple(chain.from_iterable(images for _, images in pairs))
 
     def take_last(self, messages: Sequence[Any], num_first: int) -> tuple[dict[int, Taken], int]:
-        """Take the images of the first `num_first` messages, and of as many of the last ones as a request may have
-        images. Returns each of these messages with its images, by its place, and the place of the first of the last
-        ones. Raises InvalidRequest."""
+        """Take the images of the first `num_first` messages, and of the last messages while the image limits of a
+        request allow. Returns the taken messages with their images by index, and the index of the first of the last
+        messages. Raises InvalidRequest."""
         budget = self.reader.make_budget()
         taken: dict[int, Taken] = {}
         for place in range(num_first):

@@ -1,5 +1,5 @@
-"""Where the bytes of an image come from: a data: URL, or a file of the folder that the operator allows. Nothing is ever
-fetched from the network."""
+"""Reads the bytes of an image from a data: URL, or from a file below the folder that the operator allows. Nothing is
+ever downloaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _ON_NETWORK = ("http", "https", "ftp", "s3", "gs")
 
 @dataclass(frozen=True, slots=True)
 class MediaSources:
-    """Reads images by URL. `folder`: the real path of the only folder that file:// URLs may name; None: none may."""
+    """Reads images by URL. `folder` is the real path of the only folder that file:// URLs may name; None: no file://
+    URLs."""
 
     folder: str | None
     max_bytes: int
@@ -42,7 +43,7 @@ class MediaSources:
         head, comma, body = url[5:].partition(",")
         kind, *options = head.lower().split(";")
         if not comma or "base64" not in options:
-            raise InvalidRequest(field, "is no data: URL in base64", _DATA)
+            raise InvalidRequest(field, "is not a base64 data: URL", _DATA)
         if kind not in MEDIA_TYPES:
             raise InvalidRequest(field, f"is of type {kind!r:.60}", f"send one of {', '.join(MEDIA_TYPES)}")
         return decode_base64(field, body, self.max_bytes)
@@ -53,11 +54,11 @@ class MediaSources:
             raise InvalidRequest(field, reason, "send a data: URL, or have the operator set allowed_local_media_path")
         try:
             host, path = urlsplit(url)[1:3]
-        except ValueError:  # such as half of an address in brackets
+        except ValueError:  # for example an unclosed bracket
             host, path = "unknown", ""
         path = unquote(path)
         if host not in ("", "localhost") or "\0" in path or not path.startswith("/"):
-            raise InvalidRequest(field, "is no path of a local file", "send file:///folder/name.png")
+            raise InvalidRequest(field, "is not the path of a local file", "send file:///folder/name.png")
         real = os.path.realpath(path)
         if os.path.commonpath((self.folder, real)) != self.folder:
             reason = "is outside of the folder of media that is allowed here"
@@ -68,12 +69,13 @@ class MediaSources:
             raise InvalidRequest(field, f"cannot be read: {error.strerror}", "name a file that is there") from None
 
     def _read_regular(self, field: str, real: str) -> bytes:
-        """Read a file by its real path, in which no link has taken the place of a folder since it was resolved."""
+        """Read a plain file by its real path. Refuses it if a link has replaced a folder of the path since it was
+        resolved."""
         fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             link = Path(f"/proc/self/fd/{fd}")
             if not stat.S_ISREG(os.fstat(fd).st_mode) or (link.exists() and str(link.readlink()) != real):
-                raise InvalidRequest(field, "is no plain file", "name a file that is there")
+                raise InvalidRequest(field, "is not a plain file", "name a file that is there")
             data = file.read(self.max_bytes + 1)
         if len(data) > self.max_bytes:
             raise InvalidRequest(field, f"has more than {self.max_bytes:,} bytes", "send a smaller image")
@@ -81,13 +83,13 @@ class MediaSources:
 
 
 def decode_base64(field: str, text: str, max_bytes: int) -> bytes:
-    """Return the bytes that base64 text stands for. Raises InvalidRequest."""
+    """Decode base64 text. Raises InvalidRequest."""
     if len(text) // 4 * 3 > max_bytes + 3:
         raise InvalidRequest(field, f"has more than {max_bytes:,} bytes", "send a smaller image")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequest(field, "is no valid base64", "encode the whole file") from None
+        raise InvalidRequest(field, "is not valid base64", "encode the whole file") from None
 
 
 def read_media_folder(path: str | os.PathLike[str] | None) -> str | None:
@@ -97,5 +99,5 @@ def read_media_folder(path: str | os.PathLike[str] | None) -> str | None:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError("allowed_local_media_path", f"cannot be a {type(path).__name__}", "give a folder")
     if not Path(path).is_dir():
-        raise ConfigError("allowed_local_media_path", f"{os.fspath(path)!r} is no folder", "give one that is there")
+        raise ConfigError("allowed_local_media_path", f"{os.fspath(path)!r} is not a folder", "give an existing one")
     return os.path.realpath(path)

@@ -104,7 +104,7 @@ def test_a_check_says_when_the_recording_breaks_off(
     torn = tmp_path / "torn.jsonl"
     torn.write_bytes(file.read_bytes()[:-40])
     assert main(["replay", str(torn), "--check"]) == 0
-    assert capsys.readouterr().out.startswith("the recording breaks off: what came last may be missing\nthe same: ")
+    assert capsys.readouterr().out.startswith("the recording is incomplete: its last events may be missing\nthe same: ")
     assert main(["replay", str(torn), "--check", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["same"], told["recording"]["over"]) == (True, None)

@@ -46,7 +46,7 @@ def test_a_socket_of_a_running_server_is_left_alone(tmp_path: Path) -> None:
 def test_a_file_that_is_no_socket_is_never_removed(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("data")
-    with pytest.raises(ConfigError, match="uds: .* exists and is no socket"), open_listeners(config(uds=str(path))):
+    with pytest.raises(ConfigError, match="uds: .* exists and is not a socket"), open_listeners(config(uds=str(path))):
         pass
     assert path.read_text() == "data"
 

@@ -280,7 +280,7 @@ def test_the_address_shown_is_one_a_browser_can_open(host: str, shown: str) -> N
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="host: 203.0.113.1 is no address of this machine"):
+    with pytest.raises(ConfigError, match="host: 203.0.113.1 is not an address of this machine"):
         listen("203.0.113.1", 0)
 
 

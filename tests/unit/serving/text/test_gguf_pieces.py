@@ -58,7 +58,7 @@ def test_no_text_becomes_an_unused_piece() -> None:
     ("changes", "words"),
     [
         ({"precompiled_charsmap": "text"}, "precompiled_charsmap must be an array of bytes"),
-        ({"precompiled_charsmap": [1, 2, 3]}, "is no Unigram tokenizer"),
+        ({"precompiled_charsmap": [1, 2, 3]}, "is not a valid Unigram tokenizer"),
         ({"scores": [1.0]}, "scores has 1 entries"),
     ],
 )

@@ -160,7 +160,7 @@ def test_lark_that_quotes_the_mark_of_ebnf_stays_lark() -> None:
 
 @pytest.mark.parametrize("grammar", ['a ::= "b"', "root ::= (", 'root ::= "a'])
 def test_ebnf_that_cannot_be_read_is_refused_in_one_line(grammar: str) -> None:
-    with pytest.raises(InvalidRequest, match="structured_outputs.grammar: is no EBNF") as caught:
+    with pytest.raises(InvalidRequest, match="structured_outputs.grammar: is not valid EBNF") as caught:
         grammar_of(structure_of(StructuredOutputsParams(grammar=grammar)))
     assert "\n" not in str(caught.value)
 

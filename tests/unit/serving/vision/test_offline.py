@@ -153,7 +153,7 @@ def test_a_model_for_text_refuses_images_and_their_settings(tmp_path: Path) -> N
         ({"mm_processor_kwargs": {"max_pixels": 100}}, "max_pixels"),
         ({"mm_processor_kwargs": {"max_pixels": 10**9}}, "max_pixels"),
         ({"mm_processor_kwargs": {"fps": 2}}, r"mm_processor_kwargs\.fps"),
-        ({"allowed_local_media_path": "/no/such/folder"}, "is no folder"),
+        ({"allowed_local_media_path": "/no/such/folder"}, "is not a folder"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(folder: Path, setting: dict[str, Any], reason: str) -> None:

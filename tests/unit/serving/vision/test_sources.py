@@ -61,14 +61,14 @@ def test_nothing_outside_of_the_folder_is_read(folder: Path, name: str) -> None:
     [
         ("file:///etc/passwd", "outside of the folder"),
         ("file://{folder}/none.png", "cannot be read"),
-        ("file://{folder}/pipe", "no plain file"),
-        ("file://{folder}/deep", "cannot be read|no plain file"),
+        ("file://{folder}/pipe", "not a plain file"),
+        ("file://{folder}/deep", "cannot be read|not a plain file"),
         ("file://{folder}/large.png", "more than 100 bytes"),
-        ("file://host{folder}/one.png", "no path of a local file"),
-        ("file://{folder}/one.png%00", "no path of a local file"),
-        ("file:one.png", "no path of a local file"),
-        ("file://[x/a", "no path of a local file"),
-        ("file://\u2100/x", "no path of a local file"),
+        ("file://host{folder}/one.png", "not the path of a local file"),
+        ("file://{folder}/one.png%00", "not the path of a local file"),
+        ("file:one.png", "not the path of a local file"),
+        ("file://[x/a", "not the path of a local file"),
+        ("file://\u2100/x", "not the path of a local file"),
         ("http://127.0.0.1/one.png", "nothing is fetched"),
         ("https://example.com/one.png", "nothing is fetched"),
         ("HTTPS://example.com/one.png", "nothing is fetched"),
@@ -76,13 +76,13 @@ def test_nothing_outside_of_the_folder_is_read(folder: Path, name: str) -> None:
         ("one.png", "is not taken"),
         ("", "is not taken"),
         ("javascript:alert(1)", "is not taken"),
-        ("data:image/png,plain", "no data: URL in base64"),
-        ("data:image/png;base64", "no data: URL in base64"),
+        ("data:image/png,plain", "not a base64 data: URL"),
+        ("data:image/png;base64", "not a base64 data: URL"),
         ("data:image/svg+xml;base64,AAAA", "is of type 'image/svg"),
         ("data:text/html;base64,AAAA", "is of type 'text/html'"),
         ("data:;base64,AAAA", "is of type ''"),
-        ("data:image/png;base64,A", "no valid base64"),
-        ("data:image/png;base64,@@@@", "no valid base64"),
+        ("data:image/png;base64,A", "not valid base64"),
+        ("data:image/png;base64,@@@@", "not valid base64"),
         ("data:image/png;base64," + "A" * 1_000, "more than 100 bytes"),
     ],
 )
@@ -98,6 +98,6 @@ def test_without_a_folder_no_file_is_read(folder: Path) -> None:
 
 
 def test_a_folder_that_is_none_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         read_media_folder(folder / "one.png")
     assert read_media_folder("") is None

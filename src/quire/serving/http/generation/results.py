@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quire.serving.dispatch.in_flight_request import InFlightRequest, RenderLogprobs
 from quire.serving.dispatch.mailbox import Delta
 from quire.serving.http.generation.settings import ResponseOptions
-from quire.serving.outputs import SampleText, answer_detokenizer, spoken_ids
+from quire.serving.outputs import SampleText, answer_detokenizer, visible_ids
 from quire.serving.text.message_reading import MessageReader, MessageReading
 from quire.serving.text.parts import CallArguments, CallBegun, Part, Said, Thought
 from quire.serving.text.tokenizer import Tokenizer
@@ -154,7 +154,7 @@ class ResultReader:
     def _token_texts(self, submit: Submit, end: SampleEnd, answer: str) -> Iterator[str]:
         """Yield the text of each token of an answer, and last the rest of the text that no token completed."""
         detokenizer, place = answer_detokenizer(self._tokenizer, submit.sampling), 0
-        for token in spoken_ids(submit, end.token_ids):
+        for token in visible_ids(submit, end.token_ids):
             piece = detokenizer.push((token,))
             yield answer[place : place + len(piece)]
             place += len(piece)
@@ -173,7 +173,7 @@ class ResultReader:
         if options.drops_answer:
             return "", []
         detokenizer = answer_detokenizer(self._tokenizer, submit.sampling)
-        spoken = spoken_ids(submit, end.token_ids)
+        spoken = visible_ids(submit, end.token_ids)
         if render is None:
             whole = text.text if text is not None else detokenizer.push(spoken) + detokenizer.finish()
             return whole, []

@@ -1,11 +1,11 @@
-// The one place that talks to the server: same origin, keys as bearer tokens, errors as ApiError.
+// All calls to the server: same origin, API keys as bearer tokens, errors as ApiError.
 
 import { session } from "./storage.js";
 
 /** The server's root: this file lies one folder below it. */
 export const BASE = new URL("..", import.meta.url);
 
-/** A refusal of the server, or no answer at all (`status` 0). */
+/** An error response of the server, or no response at all (`status` 0). */
 export class ApiError extends Error {
   /**
    * @param {number} status
@@ -35,7 +35,7 @@ export const keys = {
   },
 };
 
-/** Keeps the key of `#admin=KEY` for this tab and takes it out of the address. Returns whether there was one. */
+/** Stores the key of `#admin=KEY` for this tab and removes it from the address. Returns whether there was one. */
 export function takeKeyFromAddress() {
   const given = new URLSearchParams(location.hash.slice(1)).get("admin");
   if (given === null) return false;
@@ -50,7 +50,7 @@ async function refusal(response) {
   try {
     error = (await response.json()).error ?? {};
   } catch {
-    error = {}; // a proxy's page, say: the status alone speaks
+    error = {}; // for example a proxy's HTML page: only the status is known
   }
   const seconds = Number.parseFloat(response.headers.get("retry-after") ?? "");
   return new ApiError(response.status, error.message ?? `The server answered ${response.status}.`, {

@@ -1,4 +1,4 @@
-// The block map: one cell per block of the paged cache, coloured by what becomes of it.
+// The block map: one cell per block of the paged KV cache, coloured by the state of the block.
 
 import { colour, clearCanvas, redrawOnChange } from "./canvas.js";
 import { el, plural, shortName } from "./dom.js";
@@ -16,7 +16,7 @@ import { el, plural, shortName } from "./dom.js";
  * @property {Record<string, any>} [stats] the engine's counters, and the edge's
  */
 
-const STATES = ["free", "cached", "held", "shared", "swapped"]; // where one cell stands for several blocks, the last counts
+const STATES = ["free", "cached", "held", "shared", "swapped"]; // by priority: a cell of several blocks shows the last of their states
 const HELP = {
   free: "held by nobody",
   cached: "held by nobody, kept for reuse",
@@ -24,7 +24,7 @@ const HELP = {
   shared: "held by several sequences",
   swapped: "in host memory",
 };
-const SIZES = [14, 12, 10, 8, 6, 5, 4, 3]; // of a cell, gap included
+const SIZES = [14, 12, 10, 8, 6, 5, 4, 3]; // pixels of a cell, including the gap
 const MOST_HEIGHT = 300;
 
 export class BlockMapView {
@@ -34,7 +34,7 @@ export class BlockMapView {
   #states = new Uint8Array(0);
   /** @type {Map<number, RequestBlocks[]>} */
   #holders = new Map();
-  #cursor = -1; // the cell pointed at; -1: none
+  #cursor = -1; // index of the cell under the pointer; -1: none
   #grid = { size: 0, columns: 1, perCell: 1, cells: 0 };
   #canvas = /** @type {HTMLCanvasElement} */ (
     el("canvas", {
@@ -51,7 +51,7 @@ export class BlockMapView {
     this.#canvas.addEventListener("pointermove", (event) => this.#point(this.#cellAt(event.offsetX, event.offsetY)));
     this.#canvas.addEventListener("pointerdown", (event) => this.#point(this.#cellAt(event.offsetX, event.offsetY)));
     this.#canvas.addEventListener("pointerleave", (event) => {
-      if (event.pointerType !== "touch") this.#point(-1); // a finger leaves at once; what it showed stays
+      if (event.pointerType !== "touch") this.#point(-1); // keep showing the cell that a finger has touched
     });
     this.#canvas.addEventListener("blur", () => this.#point(-1));
     this.#canvas.addEventListener("focus", () => {
@@ -105,7 +105,7 @@ export class BlockMapView {
     this.#legend.replaceChildren(...rows);
   }
 
-  /** Chooses the largest cells that fit; a cache with more blocks than cells is shown several blocks to a cell. */
+  /** Chooses the largest cells that fit. If there are more blocks than cells, a cell shows several blocks. */
   #layOut() {
     const width = this.#canvas.clientWidth;
     const blocks = this.#states.length;
@@ -128,7 +128,7 @@ export class BlockMapView {
     if (this.#cursor >= 0) this.#outline(context, this.#cursor, "ink", 2);
   }
 
-  /** The blocks of the requests that hold the block pointed at. @returns {Set<number>} */
+  /** The blocks of the requests that hold the block under the pointer. @returns {Set<number>} */
   #litBlocks() {
     const lit = new Set();
     for (const request of this.#requestsAt(this.#cursor)) for (const block of request.block_ids) lit.add(block);
@@ -153,7 +153,7 @@ export class BlockMapView {
     context.fillStyle = colour(`block-${STATES[state]}`);
     context.fillRect(x, y, side, side);
     if (state === 3 && side >= 4) {
-      context.fillStyle = colour("block-notch"); // a folded corner: seen without colours too
+      context.fillStyle = colour("block-notch"); // a folded corner, visible without colours too
       context.beginPath();
       context.moveTo(x + side, y);
       context.lineTo(x + side, y + side * 0.6);

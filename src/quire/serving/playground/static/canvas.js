@@ -1,4 +1,4 @@
-// What the three drawings share: sharp pixels, the theme's colours, and a redraw when either changes.
+// Shared by the three canvases: sharp pixels, the theme's colours, and a redraw when either changes.
 
 /**
  * @typedef {object} Canvas2d

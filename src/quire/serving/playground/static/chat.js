@@ -22,7 +22,7 @@ const SUGGESTIONS = [
   "Write a Python function that counts the words in a file.",
   "Compare three rivers in a table: length, source, mouth.",
 ];
-/** Parameters that only mean something at the start of an answer, or in a chat. */
+/** Parameters that have an effect only at the start of an answer, or in a chat. */
 const NOT_CONTINUED = ["response_format", "structured_outputs", "tools", "tool_choice", "parallel_tool_calls"];
 
 /** Sends "open" when another conversation is shown. */
@@ -87,12 +87,12 @@ export class Chat extends EventTarget {
     this.#prompt.focus();
   }
 
-  /** Ends the answer being written in the shown conversation, if there is one; what has come so far stays. */
+  /** Aborts the answer that is being written in the shown conversation, if any. The text so far is kept. */
   stop() {
     this.#running.get(this.conversation.id)?.abort.abort();
   }
 
-  /** Ends the answer of a conversation that is about to be deleted. @param {Conversation} conversation */
+  /** Aborts the answer of a conversation that is about to be deleted. @param {Conversation} conversation */
   forget(conversation) {
     this.#running.get(conversation.id)?.abort.abort();
     if (conversation === this.conversation) this.startNew();
@@ -237,7 +237,7 @@ export class Chat extends EventTarget {
     await this.#copySnippet(kind, { ...(reply.request ?? this.#body()), messages });
   }
 
-  /** Continues the chosen answer of a reply where it was cut. @param {Reply} reply */
+  /** Continues the selected answer of a reply where it was cut off. @param {Reply} reply */
   async #resume(reply) {
     if (!this.#mayStart()) return;
     const answer = reply.answers[reply.chosen];
@@ -349,7 +349,7 @@ export class Chat extends EventTarget {
     if (this.#followsEnd) this.#thread.scrollTop = this.#thread.scrollHeight;
   }
 
-  /** Screen readers hear the answer once, when it is complete. @param {Reply} reply */
+  /** Announces the answer to screen readers once, when it is complete. @param {Reply} reply */
   #announce(reply) {
     const { text, toolCalls } = reply.answers[reply.chosen];
     const calls = toolCalls?.length ? ` It calls ${toolCalls.map((call) => call.name).join(", ")}.` : "";

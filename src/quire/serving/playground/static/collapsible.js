@@ -1,4 +1,4 @@
-// Parts of a panel that collapse, and stay as they were left.
+// Collapsible sections of a panel. Their state is stored.
 
 import { el } from "./dom.js";
 import { local } from "./storage.js";
@@ -12,7 +12,7 @@ export function collapsible({ name, title, heading, style, open }, ...content) {
   const details = /** @type {HTMLDetailsElement} */ (el("details", { class: style }, summary, ...content));
   const keep = (/** @type {boolean} */ isOpen) => local.set(name, JSON.stringify({ ...local.getJson(name), [title]: isOpen }));
   details.open = local.getJson(name)?.[title] ?? open;
-  // A click is kept at once, as the toggle event comes later and a reload may be faster. A search in the page toggles too.
+  // A click is stored at once, since the toggle event comes later and a reload may be faster. Find-in-page toggles too.
   summary.addEventListener("click", () => keep(!details.open));
   details.addEventListener("toggle", () => keep(details.open));
   return details;

@@ -4,7 +4,7 @@ import { ApiError, call } from "./api.js";
 import { requestLog } from "./request_log.js";
 import { events } from "./sse.js";
 
-/** A name that is short enough to read in the block map. @param {string} kind */
+/** A request name that is short enough for the block map. @param {string} kind */
 export function requestId(kind) {
   return `${kind}-${Array.from(crypto.getRandomValues(new Uint8Array(3)), (b) => b.toString(16).padStart(2, "0")).join("")}`;
 }

@@ -37,7 +37,7 @@ export class Conversation {
   /** @param {{id?: string, title?: string, updatedAt?: number, turns?: Turn[], selected?: Record<string, string>}} [data] */
   constructor(data = {}) {
     this.id = data.id ?? newId();
-    /** The name the user gave it; empty: the first question is its name. */
+    /** The name that the user gave; empty: the first question is the name. */
     this.givenTitle = data.title ?? "";
     this.updatedAt = data.updatedAt ?? Date.now();
     /** @type {Turn[]} in the order they were made */
@@ -60,7 +60,7 @@ export class Conversation {
     return path;
   }
 
-  /** The turns up to this one, in whatever branch it is. @param {Turn} last @returns {Turn[]} */
+  /** The turns up to this one, in any branch. @param {Turn} last @returns {Turn[]} */
   pathTo(last) {
     const path = [];
     for (let turn = last; turn; turn = this.before(turn)) path.unshift(turn);
@@ -73,7 +73,7 @@ export class Conversation {
     return children.find((turn) => turn.id === this.selected[parent]) ?? children.at(-1) ?? null;
   }
 
-  /** The turns that stand in the same place, in the order they were made. @param {Turn} turn */
+  /** The alternative turns in the same place, in the order they were made. @param {Turn} turn */
   siblings(turn) {
     return this.turns.filter((each) => each.parent === turn.parent);
   }
@@ -96,13 +96,13 @@ export class Conversation {
     return this.turns.find((each) => each.id === turn.parent) ?? null;
   }
 
-  /** A conversation of its own with the turns up to this one. @param {Turn} last */
+  /** A new conversation with the turns up to this one. @param {Turn} last */
   branchAt(last) {
     const turns = this.pathTo(last).map((turn) => structuredClone(turn));
     return new Conversation({ title: `${this.title} (branch)`, turns });
   }
 
-  /** The messages up to a turn. A question that got no answer is left out, except the last. @param {string} system @param {Turn} last */
+  /** The messages up to a turn, without questions that got no answer, except the last one. @param {string} system @param {Turn} last */
   messages(system, last) {
     const messages = system.trim() ? [{ role: "system", content: system }] : [];
     const path = this.pathTo(last);
@@ -119,7 +119,7 @@ export class Conversation {
     return messages;
   }
 
-  /** The first text that holds the query, in the title or a turn; null: none does. @param {string} query in lower case */
+  /** The first text that contains the query, in the title or a turn; null: none. @param {string} query in lower case */
   find(query) {
     if (this.title.toLowerCase().includes(query)) return this.title;
     return this.turns.flatMap(textsOf).find((text) => text.toLowerCase().includes(query)) ?? null;
@@ -152,7 +152,7 @@ function assistantMessage({ text, toolCalls }) {
   return { ...message, tool_calls: calls };
 }
 
-/** What a file or another page left in storage may be anything. @param {any} data @returns {Conversation | null} null: not a conversation */
+/** Validates data from a file or from storage, which may be anything. @param {any} data @returns {Conversation | null} null: not a conversation */
 export function readConversation(data) {
   const { id, title, updatedAt, turns, selected } = data ?? {};
   if (typeof id !== "string" || !/^\w{1,32}$/.test(id) || typeof title !== "string" || !Number.isFinite(updatedAt)) return null;

@@ -4,9 +4,9 @@ import { Conversation, readConversation } from "./conversation.js";
 import { local } from "./storage.js";
 
 const PREFIX = "conversation.";
-const MOST_CHARACTERS = 1_000_000; // of one conversation; beyond it, ledgers are dropped first, then the oldest branches
+const MOST_CHARACTERS = 1_000_000; // of one stored conversation; above it, ledgers are dropped first, then the oldest branches
 
-/** Sends "change" when the list changes, and "full" when a conversation could not be kept. */
+/** Sends "change" when the list changes, and "full" when a conversation could not be stored. */
 export class Conversations extends EventTarget {
   /** @type {Map<string, Conversation>} */
   #all = new Map();
@@ -39,7 +39,7 @@ export class Conversations extends EventTarget {
     return id === null ? undefined : this.#all.get(id);
   }
 
-  /** Keeps a conversation that has turns. @param {Conversation} conversation @param {boolean} [touch] whether it counts as used now */
+  /** Stores a conversation that has turns. @param {Conversation} conversation @param {boolean} [touch] whether it counts as used now */
   save(conversation, touch = true) {
     if (conversation.turns.length === 0) return;
     if (touch) conversation.updatedAt = Date.now();
@@ -75,7 +75,7 @@ export class Conversations extends EventTarget {
   }
 }
 
-/** The conversation as text that is short enough to keep. @param {Conversation} conversation */
+/** The conversation as JSON that is short enough to store. @param {Conversation} conversation */
 function fitting(conversation) {
   let text = JSON.stringify(conversation);
   if (text.length <= MOST_CHARACTERS) return text;
@@ -84,7 +84,7 @@ function fitting(conversation) {
   while (text.length > MOST_CHARACTERS) {
     const shown = new Set(conversation.path());
     const hidden = conversation.turns.findIndex((turn) => !shown.has(turn));
-    if (hidden < 0) break; // one branch of this size: storage decides
+    if (hidden < 0) break; // a single branch is too large: try to store it anyway
     conversation.turns.splice(hidden, 1);
     text = JSON.stringify(conversation);
   }

@@ -1,5 +1,5 @@
-// "Run demo load": more requests than the cache can hold, with a common beginning, so that waiting, sharing, preemption
-// and swapping are seen in the block map and the timelines.
+// "Run demo load": more requests than the KV cache can hold, with a common prefix, so that waiting, sharing, preemption
+// and swapping can be seen in the block map and the timelines.
 
 import { json } from "./api.js";
 import { complete, requestId } from "./completion.js";
@@ -10,12 +10,12 @@ import { summary } from "./load_summary.js";
 const TOPICS = ["canal locks", "bread", "tide tables", "contour maps", "violins", "printing presses", "book indexes", "bridges", "clocks", "lighthouses"];
 const COMMON = "You write long and careful texts for an encyclopedia. Every text begins with a definition and ends with an example. ";
 const QUESTION = "Explain, step by step and with an example for each step, how paper is made from wood.";
-const SAMPLES = 4; // answers to one question: they share the blocks of its prompt
-const SHARED_PART = 0.4; // of each prompt
-const FILLED = 0.85; // of the cache, by prompts alone: the answers push it over
+const SAMPLES = 4; // answers to one question, which share the blocks of its prompt
+const SHARED_PART = 0.4; // share of each prompt that is common to all
+const FILLED = 0.85; // share of the cache that prompts fill; the answers exceed it
 const OVERBOOKED = 1.4; // times as many requests as the cache can hold
-const MOST_PROMPT_TOKENS = 600_000; // of all prompts together: a larger cache is not filled
-const USUAL_TOKENS = 1024; // of one request
+const MOST_PROMPT_TOKENS = 600_000; // of all prompts together: larger caches are not filled
+const USUAL_TOKENS = 1024; // tokens of one request
 
 /**
  * What a load of this size consists of.
@@ -35,7 +35,7 @@ export function planLoad(engine, limits) {
   return { prompts, promptTokens, answerTokens, fills: demand > cache };
 }
 
-/** Texts that begin alike and then differ. @param {LoadPlan} plan @param {number} charactersPerToken @returns {string[]} */
+/** Texts with a common prefix and different endings. @param {LoadPlan} plan @param {number} charactersPerToken @returns {string[]} */
 export function loadPrompts({ prompts, promptTokens }, charactersPerToken) {
   const shared = Math.floor(promptTokens * SHARED_PART * charactersPerToken);
   const length = Math.floor(promptTokens * charactersPerToken);
@@ -64,7 +64,7 @@ export class DemoLoadView {
     this.#button.addEventListener("click", () => (this.#running ? this.#running.abort() : this.#run()));
   }
 
-  /** Remembers how far the load went. @param {import("./blocks.js").BlockMap} map */
+  /** Records the extremes of the load for the summary. @param {import("./blocks.js").BlockMap} map */
   show(map) {
     if (!this.#running) return;
     const peak = this.#peak;

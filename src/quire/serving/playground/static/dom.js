@@ -31,7 +31,7 @@ export function byId(id) {
   return element;
 }
 
-/** A duration in words a person reads at a glance. @param {number} milliseconds */
+/** A duration as short text. @param {number} milliseconds */
 export function duration(milliseconds) {
   if (milliseconds < 1) return "< 1 ms";
   if (milliseconds < 1000) return `${Math.round(milliseconds)} ms`;
@@ -56,13 +56,13 @@ export function plural(count, one, many = `${one}s`) {
   return `${count} ${count === 1 ? one : many}`;
 }
 
-/** A request's name as it was given, without what the server adds to make it unique. @param {string} id */
+/** A request's name as the client gave it, without the suffix that the server adds to make it unique. @param {string} id */
 export function shortName(id) {
   const given = id.replace(/^(chatcmpl|cmpl)-/, "").replace(/~[0-9a-f]+/, "");
   return given.length > 20 ? `${given.slice(0, 10)}…${given.slice(-4)}` : given;
 }
 
-/** Spaces and line ends made visible, so that every token can be seen. @param {string} text */
+/** Makes spaces and line ends visible, so that every token can be seen. @param {string} text */
 export function visible(text) {
   if (text === "") return "(nothing)";
   return text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "→");

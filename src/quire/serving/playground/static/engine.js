@@ -1,4 +1,4 @@
-// The engine panel. Watches the stream of block maps while the page is seen and an admin key is there.
+// The engine panel. Reads the stream of block maps while the page is visible and there is an admin key.
 
 import { ApiError, call, keys } from "./api.js";
 import { BlockMapView } from "./blocks.js";
@@ -44,7 +44,7 @@ export class Engine {
     this.#decide();
   }
 
-  /** Watches the block maps while the page is visible and a key is there. */
+  /** Reads the block maps while the page is visible and there is a key. */
   #decide() {
     const wanted = document.visibilityState === "visible" && keys.admin !== null;
     for (const each of this.#watched) each.hidden = keys.admin === null;
@@ -87,7 +87,7 @@ export class Engine {
     }
   }
 
-  /** Whether the key or the routes are missing, so that there is no use in trying again. @param {ApiError} error */
+  /** Asks for a key if the key was refused or the endpoint does not exist. Returns whether it did: then a retry is useless. @param {ApiError} error */
   #refused(error) {
     if (![401, 403, 404].includes(error.status)) return false;
     keys.admin = null;

@@ -1,4 +1,4 @@
-// What went wrong, in words, and what to do about it.
+// Explains errors in words, with advice.
 
 import { ApiError } from "./api.js";
 

@@ -19,7 +19,7 @@ function answerParts({ text, toolCalls = [] }) {
   return text ? [text, ...calls] : calls;
 }
 
-/** In a fence that is longer than any inside. @param {string} text */
+/** Wraps a text in a code fence that is longer than any fence inside. @param {string} text */
 function fenced(text) {
   const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length));
   const fence = "`".repeat(longest + 1);
@@ -31,7 +31,7 @@ export function toJson(conversations) {
   return JSON.stringify({ format: "quire-conversations", version: 1, conversations }, null, 2);
 }
 
-/** Offers a text as a file. @param {string} name @param {string} text @param {string} type */
+/** Offers a text as a file download. @param {string} name @param {string} text @param {string} type */
 export function download(name, text, type) {
   const address = URL.createObjectURL(new Blob([text], { type }));
   const link = document.createElement("a");
@@ -41,7 +41,7 @@ export function download(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }
 
-/** A title as the name of a file. @param {string} title @param {string} ending */
+/** Converts a title to a file name. @param {string} title @param {string} ending */
 export function fileName(title, ending) {
   const name = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-+|-+$/g, "").slice(0, 60);
   return `${name || "conversation"}.${ending}`;

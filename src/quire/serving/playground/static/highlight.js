@@ -10,7 +10,7 @@ const SQL_KEYWORDS = new Set(SQL.split(" "));
 const HASH_COMMENTS = new Set(["python", "py", "bash", "sh", "shell", "zsh", "console", "ruby", "rb", "yaml", "yml", "toml", "r", "perl", "makefile", "dockerfile", "ini", "conf"]);
 const DASH_COMMENTS = new Set(["sql", "lua", "haskell", "hs", "elm", "ada"]);
 const MARKUP = new Set(["html", "xml", "svg", "markdown", "md", "text", "txt", "diff", "csv"]);
-const MOST_HIGHLIGHTED = 50_000; // characters; longer code stays plain
+const MOST_HIGHLIGHTED = 50_000; // characters; longer code is not highlighted
 
 const STRING = /"""[\s\S]*?(?:"""|$)|'''[\s\S]*?(?:'''|$)|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?|`(?:\\[\s\S]|[^`\\])*`?/.source;
 const NUMBER = /\b0[xX][\da-fA-F_]+\b|\b\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?\b/.source;
@@ -23,7 +23,7 @@ function comments(language) {
   return "//[^\\n]*|/\\*[\\s\\S]*?(?:\\*/|$)";
 }
 
-/** The code as texts and coloured spans; joined they are the code again. @param {string} code @param {string} language @returns {(Node | string)[]} */
+/** Splits code into texts and coloured spans. Their concatenation is the code. @param {string} code @param {string} language @returns {(Node | string)[]} */
 export function highlight(code, language) {
   const name = language.toLowerCase();
   if (name === "" || MARKUP.has(name) || code.length > MOST_HIGHLIGHTED) return [code];

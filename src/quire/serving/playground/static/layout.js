@@ -1,4 +1,4 @@
-// Which panels show. On a wide screen the list of chats and one panel beside the chat open and close; on a phone one
+// Which panels are visible. On a wide screen the list of chats and one panel beside the chat open and close; on a phone one
 // view shows at a time.
 
 import { local } from "./storage.js";
@@ -28,13 +28,13 @@ export class Layout {
     if (name === "sidebar") dataset.sidebar = dataset.sidebar === "open" ? "closed" : "open";
     else dataset.panel = dataset.panel === name ? "none" : name;
     if (!WIDE.matches && dataset.sidebar === "open" && dataset.panel !== "none") {
-      if (name === "sidebar") dataset.panel = "none"; // both do not fit beside the chat
+      if (name === "sidebar") dataset.panel = "none"; // there is no room for both beside the chat
       else dataset.sidebar = "closed";
     }
     this.#keep();
   }
 
-  /** Shows the settings, wherever they are on this screen. */
+  /** Shows the settings panel, on any screen size. */
   showSettings() {
     document.body.dataset.panel = "settings";
     if (!WIDE.matches) document.body.dataset.sidebar = "closed";
@@ -48,7 +48,7 @@ export class Layout {
     this.#mark();
   }
 
-  /** A conversation was opened: on a phone the chat takes the place of the list. */
+  /** Called when a conversation was opened: on a phone the chat replaces the list. */
   showChat() {
     if (PHONE.matches) this.showView("chat");
   }

@@ -5,7 +5,7 @@ import { byPrompt } from "./request_log.js";
 
 /** @typedef {import("./request_log.js").LedgerEntry} LedgerEntry */
 
-/** What a request is in after each kind of entry. */
+/** The phase of a request after each kind of entry. */
 const PHASE_AFTER = {
   received: "arriving",
   queued: "waiting",
@@ -59,7 +59,7 @@ function sentence(entry) {
  */
 function phases(entries) {
   const found = [];
-  let writing = false; // once it has written, what comes after a preemption is writing again
+  let writing = false; // after the first token, the phase after a preemption is writing again
   for (let i = 0; i + 1 < entries.length; i++) {
     writing ||= entries[i].kind === "first_token";
     const after = PHASE_AFTER[entries[i].kind] ?? "writing";
@@ -113,12 +113,12 @@ function lines(entries) {
   return el("ol", { class: "ledger-lines" }, ...rows);
 }
 
-/** The first token that was not found, as it reads. @param {LedgerEntry} entry */
+/** The text of the first token that was not found in the cache. @param {LedgerEntry} entry */
 function tokenOf({ miss }) {
   return miss?.token === undefined ? "" : `, ${JSON.stringify(miss.token)}`;
 }
 
-/** Why the prefix cache has no more of a prompt. @param {import("./request_log.js").PrefixMiss} miss */
+/** Explains why the prefix cache has no more of a prompt. @param {import("./request_log.js").PrefixMiss} miss */
 function whyMissed(miss) {
   switch (miss.reason) {
     case "differs":
@@ -132,7 +132,7 @@ function whyMissed(miss) {
   }
 }
 
-/** The note as a sentence of its own. @param {LedgerEntry} entry */
+/** The note of an entry as a separate sentence. @param {LedgerEntry} entry */
 function why(entry) {
   if (entry.miss) return whyMissed(entry.miss);
   if (!entry.note) return "";

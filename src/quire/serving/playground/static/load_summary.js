@@ -1,11 +1,11 @@
-// What the requests of a load met, in sentences, from their ledgers and the block maps meanwhile.
+// Summarizes a demo load in sentences, from the ledgers of its requests and the block maps.
 
 import { duration, plural } from "./dom.js";
 import { byPrompt } from "./request_log.js";
 
 /** @typedef {import("./request_log.js").LedgerEntry} LedgerEntry */
 
-const WORTH_TELLING = 50; // milliseconds of waiting
+const WORTH_TELLING = 50; // milliseconds of waiting; shorter waits are not reported
 
 /**
  * @param {import("./request_log.js").RequestRecord[]} records

@@ -1,4 +1,4 @@
-// Puts the page together.
+// Builds the page.
 
 import { takeKeyFromAddress } from "./api.js";
 import { Chat } from "./chat.js";

@@ -25,7 +25,7 @@ const SPACE = /\s/;
 const MOST_NESTED = 24;
 const MOST_LOOKED_BACK = 1000;
 
-/** An address that a click may open: the web or mail, nothing that runs. @param {string} href */
+/** Whether a link may open this address: web and mail addresses only, no scripts. @param {string} href */
 function isSafe(href) {
   return /^(?:https?:\/\/|mailto:)[^\s\u0000-\u001f\u007f]+$/i.test(href);
 }
@@ -175,7 +175,7 @@ class InlineParser {
     return this.#push({ type: "code", children, depth: 1 }, end + ticks - this.#position);
   }
 
-  /** Where the next run of exactly so many backticks begins; -1: nowhere. @param {number} from @param {number} ticks */
+  /** Index of the next run of exactly so many backticks; -1: none. @param {number} from @param {number} ticks */
   #closingTicks(from, ticks) {
     for (let at = this.text.indexOf("`", from); at >= 0; at = this.text.indexOf("`", at)) {
       let end = at;
@@ -222,7 +222,7 @@ class InlineParser {
       const used = char === "~" || (left >= 2 && opener.count >= 2) ? 2 : 1;
       const depth = this.#depthAfter(opener.slot);
       if (depth > MOST_NESTED) {
-        this.#openers.length = 0; // whatever opened before would be deeper still
+        this.#openers.length = 0; // earlier openers would be nested even deeper
         return left;
       }
       const children = this.#out.splice(opener.slot + 1);
@@ -257,7 +257,7 @@ class InlineParser {
     return -1;
   }
 
-  /** Takes delimiters off an opener; an opener without any is gone. @param {Delimiter} opener @param {number} used */
+  /** Removes delimiters from an opener, and the opener when none is left. @param {Delimiter} opener @param {number} used */
   #shorten(opener, used) {
     const node = /** @type {TextNode} */ (this.#out[opener.slot]);
     opener.count -= used;

@@ -8,7 +8,7 @@ import { parseInline } from "./markdown_inline.js";
 /** @typedef {import("./markdown_inline.js").InlineNode} InlineNode @typedef {import("./markdown_blocks.js").Block} Block */
 /** @typedef {import("./tokens.js").PlacedToken} PlacedToken @typedef {import("./tokens.js").Token} Token */
 
-const UNLIKELY = [0.05, 0.2, 0.5]; // upper bounds of the tinted classes; likelier tokens stay plain
+const UNLIKELY = [0.05, 0.2, 0.5]; // upper bounds of the tinted classes; more likely tokens are not tinted
 const TAGS = { strong: "strong", em: "em", del: "del", code: "code" };
 
 /** @type {WeakMap<Element, PlacedToken>} */

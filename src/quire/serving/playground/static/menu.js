@@ -1,4 +1,4 @@
-// Menus and short messages: what opens over the page.
+// Menus and toasts, which open over the page.
 
 import { byId, el } from "./dom.js";
 
@@ -60,7 +60,7 @@ function place(menu, around) {
 
 let hideMessage = 0;
 
-/** Says something for a few seconds, with a button where something can be done about it. @param {string} text @param {{label: string, action: () => void}} [button] */
+/** Shows a message for a few seconds, with an optional button. @param {string} text @param {{label: string, action: () => void}} [button] */
 export function showMessage(text, button) {
   const message = byId("message");
   const hide = () => message.replaceChildren();

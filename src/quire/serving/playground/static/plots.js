@@ -6,14 +6,14 @@ import { requestLog } from "./request_log.js";
 
 const WINDOW = 60_000; // milliseconds
 const TICK = 500;
-const STALE = 6000; // without news of the whole server for so long, the page's own count is shown
+const STALE = 6000; // milliseconds without server counts after which the page's own count is shown
 const TOP = 14; // pixels above the plot, for its scale
 
 export class PlotsView {
   /** @type {{at: number, value: number}[]} */
   #rates = [];
   #previous = { at: performance.now(), tokens: 0, server: false };
-  /** @type {{at: number, tokens: number} | null} the server's own count, when the block stream tells it */
+  /** @type {{at: number, tokens: number} | null} the last count of the server, from the block stream */
   #server = null;
   #rate = figure("Tokens per second");
   #first = figure("Time to first token");
@@ -119,7 +119,7 @@ function frame(context, width, height, most) {
   context.textAlign = "left";
 }
 
-/** The mean of each three neighbours: a token batch is lumpy. @param {{at: number, value: number}[]} samples */
+/** Smooths samples by the mean of three neighbours, since tokens arrive in batches. @param {{at: number, value: number}[]} samples */
 function smooth(samples) {
   return samples.map((sample, i) => {
     const near = samples.slice(Math.max(0, i - 2), i + 1);

@@ -37,7 +37,7 @@ export class PresetsView {
     this.#fill();
   }
 
-  /** Shows which preset the values of the form are. */
+  /** Selects the preset that equals the values of the form. */
   showCurrent() {
     const values = pick(this.form.values());
     const fits = (name, preset) => SAMPLING.every((each) => (each === "system" && name in BUILT_IN) || values[each] === (preset[each] ?? ""));

@@ -42,13 +42,13 @@ export function answerOf(body) {
   return answerOfBody.get(body);
 }
 
-/** What an answer is written in when its format was given: such text is no Markdown. @param {Record<string, any> | null} request */
+/** The language of an answer with a requested format, which is not Markdown. @param {Record<string, any> | null} request */
 function languageOf(request) {
   if (request?.structured_outputs) return "text";
   return request?.response_format ? "json" : null;
 }
 
-/** Writes what arrives into the given reply and shows it. */
+/** Adds arriving pieces to the given reply and shows them. */
 export class ReplyView {
   /** @type {{body: HTMLElement, markdown: MarkdownView, aligner: TokenAligner, tokens: PlacedToken[], note: HTMLElement, thoughts: HTMLElement, calls: HTMLElement}[]} */
   #columns = [];

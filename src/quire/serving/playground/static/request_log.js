@@ -1,4 +1,4 @@
-// The requests this page has made, newest first: what the plots and the list of recent requests read.
+// The requests that this page has made, newest first. Read by the plots and the list of recent requests.
 
 /**
  * Why the prefix cache ended at a token. `request_id` comes with "differs", null for a request of another key; the
@@ -92,13 +92,13 @@ class RequestLog extends EventTarget {
 
 export const requestLog = new RequestLog();
 
-/** Tokens a second after the first one. @param {RequestRecord} record */
+/** Tokens per second after the first token. @param {RequestRecord} record */
 export function speed(record) {
   if (record.firstTokenAt === null || record.endedAt === null || record.tokens < 2) return null;
   return (record.tokens - 1) / Math.max((record.endedAt - record.firstTokenAt) / 1000, 1e-3);
 }
 
-/** The entries of each prompt: a list of prompts is one request to its sender and several to the engine. @param {LedgerEntry[]} entries @returns {LedgerEntry[][]} */
+/** Splits entries by prompt: a request with a list of prompts is several engine requests. @param {LedgerEntry[]} entries @returns {LedgerEntry[][]} */
 export function byPrompt(entries) {
   const groups = new Map();
   for (const entry of entries) {

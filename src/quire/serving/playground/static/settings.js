@@ -41,12 +41,12 @@ export class Settings extends EventTarget {
     return Number(this.#controls.get("n").value);
   }
 
-  /** What goes into a request beside model, messages and n. */
+  /** The fields of a request besides model, messages and n. */
   parameters() {
     return parameters(this.values());
   }
 
-  /** What is switched on beyond plain text, in words. @returns {string[]} */
+  /** Names of the enabled features, such as tools or a format. @returns {string[]} */
   active() {
     const { format, tools } = this.values();
     const label = FIELDS.find((field) => field.name === "format").options.find(([value]) => value === format)?.[1];
@@ -102,7 +102,7 @@ export class Settings extends EventTarget {
     return el("div", { class: `field ${field.kind}` }, ...parts, help);
   }
 
-  /** The slider moves the number beside it; the number is what counts. @param {Field} field @param {HTMLInputElement} input */
+  /** Adds a slider that sets the number beside it. The number is the value. @param {Field} field @param {HTMLInputElement} input */
   #slider(field, input) {
     const attributes = { type: "range", "aria-label": `${field.label}, slider`, ...bounds(field) };
     const slider = /** @type {HTMLInputElement} */ (el("input", { attributes }));

@@ -1,4 +1,4 @@
-// The table of controls: it drives the form, what is kept, and what is sent.
+// The table of settings. It defines the form, what is stored, and what is sent.
 
 /**
  * A control. An empty number is left to the server, which uses the defaults of the model.
@@ -157,7 +157,7 @@ function linesOf(text) {
   return text.split("\n").filter((line) => line !== "");
 }
 
-/** What is wrong with the value of a field, in words; empty: nothing. @param {Field} field @param {Record<string, any>} values */
+/** The error in the value of a field; empty: none. @param {Field} field @param {Record<string, any>} values */
 export function problemWith(field, values) {
   const value = values[field.name];
   const wanted = FORMAT_FIELDS[values.format] === field.name;

@@ -1,4 +1,4 @@
-// The request that the page sends, as a command or a program to paste elsewhere. A key is named, never written out.
+// The request that the page sends, as a command or a program to paste elsewhere. A key is replaced by a variable name.
 
 /** Parameters that the openai package knows by name; all others go into `extra_body`. */
 const OPENAI = new Set(
@@ -39,7 +39,7 @@ export function pythonSnippet(base, body, withKey) {
   ].join("\n");
 }
 
-/** A JSON value as Python writes it. @param {any} value @param {number} depth @returns {string} */
+/** A JSON value as a Python literal. @param {any} value @param {number} depth @returns {string} */
 function literal(value, depth) {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";

@@ -29,7 +29,7 @@ export async function* events(response) {
     if (error.name === "AbortError" || error instanceof ApiError) throw error;
     throw new ApiError(0, "The connection broke before the answer was complete.");
   } finally {
-    reader.cancel().catch(() => undefined); // already closed or broken: nothing is left to give back
+    reader.cancel().catch(() => undefined); // already closed or broken: nothing to release
   }
 }
 

@@ -1,4 +1,4 @@
-// Whether the server can be used now, in one word in the masthead and, when it cannot, in a notice that says what to do.
+// Shows whether the server can be used: one word in the masthead, and a notice with advice if it cannot.
 
 import { ApiError, call, json, keys } from "./api.js";
 import { byId, el } from "./dom.js";
@@ -51,7 +51,7 @@ export class Status extends EventTarget {
     if (document.visibilityState === "visible") this.#timer = setTimeout(() => this.check(), pause);
   }
 
-  /** A request failed: check whether the server as a whole has a problem. @param {ApiError} error */
+  /** Called when a request has failed: checks the state of the server. @param {ApiError} error */
   reportError(error) {
     if (error.status === 401) this.#show("locked");
     else if (error.status === 0 || error.status >= 500) this.check();

@@ -1,4 +1,4 @@
-// What outlives a reload. Storage may be off or full: then the page works on and forgets.
+// Data that survives a reload. If storage is off or full, the page works without it.
 
 const PREFIX = "quire.";
 
@@ -44,7 +44,7 @@ function wrapStorage(pick) {
   };
 }
 
-/** Kept on this machine: settings and conversations. */
+/** Local storage: settings and conversations. */
 export const local = wrapStorage(() => localStorage);
-/** Kept until the tab is closed: keys, and which conversation is open. */
+/** Session storage, until the tab is closed: keys, and which conversation is open. */
 export const session = wrapStorage(() => sessionStorage);

@@ -1,4 +1,4 @@
-// The card beside a token: how likely it was and what else might have stood there. Opens by pointer, touch or arrow keys;
+// The card beside a token: its probability and the alternatives. Opens by pointer, touch or arrow keys;
 // a click or Enter keeps it open, to branch from there.
 
 import { byId, el, percent, visible } from "./dom.js";
@@ -14,7 +14,7 @@ export class TokenCard {
   #current = null;
   #isPinned = false;
 
-  /** Makes every token inside the element answer to pointer and keyboard. @param {HTMLElement} thread @param {Branch} branch */
+  /** Opens the card for every token inside the element, by pointer or keyboard. @param {HTMLElement} thread @param {Branch} branch */
   constructor(thread, branch) {
     this.branch = branch;
     thread.addEventListener("pointerover", (event) => this.#hover(event));

@@ -1,4 +1,4 @@
-// Which part of an answer's text came from which token, and how likely that token was.
+// Maps the text of an answer to its tokens and their probabilities.
 
 /**
  * @typedef {{text: string, probability: number}} Alternative
@@ -29,7 +29,7 @@ export class TokenAligner {
     this.#pending = this.#pending.slice(-MOST_PENDING);
   }
 
-  /** Reasoning is no part of the answer's text: its tokens are dropped. @param {string} text */
+  /** Drops the tokens of reasoning, which is not part of the answer's text. @param {string} text */
   skip(text) {
     this.#match(text);
   }
@@ -49,7 +49,7 @@ export class TokenAligner {
       const index = this.#pending.findIndex((token) => text.startsWith(token.text, at));
       if (index < 0) break;
       const token = this.#pending[index];
-      this.#pending.splice(0, index + 1); // those before it gave no text: special tokens, a cut stop string
+      this.#pending.splice(0, index + 1); // earlier tokens have no text: special tokens, a removed stop string
       found.push({ at, token });
       at += token.text.length;
     }

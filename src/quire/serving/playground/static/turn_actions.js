@@ -1,4 +1,4 @@
-// What every turn has below it: small buttons, the switch between its versions, and the editor that replaces it.
+// The controls below every turn: buttons, the switch between versions, and the editor.
 
 import { el } from "./dom.js";
 import { icon } from "./icons.js";
@@ -10,7 +10,7 @@ export function iconButton(picture, label, action) {
   return button;
 }
 
-/** A button with a word for one second after it was used. @param {HTMLElement} button @param {string} word */
+/** Shows a word in a button for one second after a click. @param {HTMLElement} button @param {string} word */
 export function flash(button, word) {
   const before = [...button.childNodes];
   button.replaceChildren(el("span", { class: "flash", text: word }));

@@ -1,4 +1,4 @@
-"""The calls of one answer: numbered, bounded, and each made once."""
+"""Numbers the calls of one answer, limits their number, and drops repeated ones."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from quire.serving.text.parts import CallArguments, CallBegun, Part
 
 
 class CallBook:
-    """Turns the calls a reader finds into parts.
+    """Converts the calls that a reader finds into parts.
 
-    A call that repeats an earlier one, name and arguments alike, is left out. While a call is still the beginning of an
-    earlier one it is held back; the first character that differs releases it. Calls beyond `limit` are left out too.
-    With `known`, only these names are calls.
+    A call with the name and arguments of an earlier one is dropped. While a call may still equal an earlier one it is
+    held back; the first different character releases it. Calls beyond `limit` are dropped too. With `known`, only these
+    names are calls.
     """
 
     def __init__(
@@ -24,25 +24,26 @@ class CallBook:
         must_call: bool = False,
     ) -> None:
         self._make_id, self._limit, self.known, self._must_call = make_id, limit, known, must_call
-        self._made: list[tuple[str, str]] = []  # name and arguments of the calls that are over
+        self._made: list[tuple[str, str]] = []  # names and arguments of the completed calls
         self._name = ""
-        self._pieces: list[str] | None = None  # arguments of the current call so far; None: it is left out
-        self._alike: list[str] = []  # arguments of earlier calls that the current one may repeat
+        self._pieces: list[str] | None = None  # arguments of the current call so far; None: it is dropped
+        self._alike: list[str] = []  # arguments of earlier calls that may equal those of the current one
         self._num_held = 0  # characters of arguments that are held back
         self._is_shown = False
         self._num_shown = 0
-        self.has_calls = False  # also those that are held back or left out
+        self.has_calls = False  # including calls that are held back or dropped
         self.has_repeats = False
 
     @property
     def expects_calls(self) -> bool:
-        """Whether the beginning of a mark is one for certain, and no word."""
+        """Whether an incomplete mark at the end of the answer is certainly a mark and not text."""
         return self._must_call or self.has_calls
 
     def knows(self, name: str) -> bool:
         return self.known is None or name in self.known
 
     def begin(self, name: str, parts: list[Part]) -> None:
+        """Begin a call."""
         self.has_calls, self._is_shown, self._name = True, False, name
         self._num_held, self._alike = 0, [arguments for made, arguments in self._made if made == name]
         self._pieces = [] if self._limit is None or self._num_shown < self._limit else None
@@ -50,7 +51,7 @@ class CallBook:
             self._show(parts)
 
     def add_arguments(self, text: str, parts: list[Part]) -> None:
-        """Take the next piece of the current call's arguments."""
+        """Add the next piece of the current call's arguments."""
         if not text or self._pieces is None:
             return
         self._pieces.append(text)
@@ -63,7 +64,7 @@ class CallBook:
             self._show(parts)
 
     def end(self, parts: list[Part]) -> None:
-        """The current call is complete."""
+        """End the current call."""
         if self._pieces is None:
             return
         arguments = "".join(self._pieces)

@@ -1,4 +1,4 @@
-"""Calls written as JSON objects: `{"name": ..., "arguments": {...}}`, alone or in a list, read while they come."""
+"""Incremental reader of calls written as JSON objects: `{"name": ..., "arguments": {...}}`, single or in a list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPACE = r"\s{0,32}"
 
 @dataclass(frozen=True, slots=True)
 class CallKeys:
-    """The members that hold a call's name and its arguments."""
+    """The names of the members that hold a call's name and its arguments."""
 
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments", "parameters")
@@ -28,7 +28,7 @@ KEYS = CallKeys()
 
 @lru_cache(maxsize=16)
 def _head(keys: CallKeys) -> re.Pattern[str]:
-    """The beginning of an object whose name stands before its arguments."""
+    """Return the pattern of the beginning of an object, up to its arguments, if the name comes first."""
     either = "|".join(map(re.escape, keys.arguments))
     return re.compile(
         rf'{_SPACE}\{{{_SPACE}"{re.escape(keys.name)}"{_SPACE}:{_SPACE}"([^"\\]{{1,256}})"{_SPACE},{_SPACE}'
@@ -38,7 +38,8 @@ def _head(keys: CallKeys) -> re.Pattern[str]:
 
 @lru_cache(maxsize=16)
 def _half_head(keys: CallKeys) -> re.Pattern[str]:
-    """Every beginning of an object whose first member is the name; groups: the name, and what follows it."""
+    """Return a pattern that matches every prefix of an object whose first member is the name. Groups: the name, and the
+    text after it."""
     pattern = r'(?:([^"\\]*)("?.*))?'
     for character in reversed(f'{{"{keys.name}":"'):
         space = _SPACE if character in '{":' else ""
@@ -47,17 +48,19 @@ def _half_head(keys: CallKeys) -> re.Pattern[str]:
 
 
 class CallObject:
-    """One call. Its arguments are passed on as they come if the name stands before them, else when it is whole."""
+    """One call. If the name comes before the arguments, arguments are passed on while they arrive; otherwise when the
+    object is complete."""
 
     def __init__(self, book: CallBook, keys: CallKeys = KEYS) -> None:
         self._book, self._keys = book, keys
-        self._text = ""  # of it, until it is known to be a call
+        self._text = ""  # the object's text until it is known to be a call
         self._whole = JsonSpan()
         self._arguments: JsonSpan | None = None
         self.is_call = False
 
     def push(self, text: str, parts: list[Part]) -> str | None:
-        """Return the text after it, or None while it goes on. Of one that is no call, all text is handed back."""
+        """Add text. Returns the text after the object, or None while it is incomplete. If it is not a call, all of its
+        text is returned too."""
         used = self._whole.feed(text)
         inside, rest = text[:used], text[used:]
         if self._arguments is not None:
@@ -74,7 +77,7 @@ class CallObject:
         return self._text + rest
 
     def unread(self) -> str:
-        """Return the text of it that was not passed on as a call."""
+        """Return the text of the object that was not passed on as a call."""
         return "" if self.is_call else self._text
 
     def _look_for_head(self, parts: list[Part]) -> None:
@@ -90,7 +93,7 @@ class CallObject:
             self._book.add_arguments(text[: span.feed(text)], parts)
 
     def _read_whole(self, parts: list[Part]) -> bool:
-        """Take the call out of the complete object, if it is one."""
+        """Read the call from the complete object. Returns whether it is a call."""
         try:
             found: Any = json.loads(self._text)
         except (ValueError, RecursionError):
@@ -111,18 +114,19 @@ class CallObject:
 
 
 class CallList:
-    """One call, or a list of them."""
+    """One call, or a list of calls."""
 
     def __init__(self, book: CallBook, keys: CallKeys = KEYS) -> None:
         self._book, self._keys = book, keys
-        self._before = ""  # what goes back with a first object that is no call
+        self._before = ""  # text to return together with an object that is not a call
         self._in_list = False
         self._object: CallObject | None = None
         self._buffer = ""
         self.is_call = False
 
     def push(self, text: str, parts: list[Part]) -> str | None:
-        """Return the text after the calls, or None while they go on. What is no call is handed back."""
+        """Add text. Returns the text after the calls, or None while they are incomplete. Text that is not a call is
+        returned too."""
         self._buffer += text
         while self._object is not None or self._begin():
             if self._object is None:
@@ -142,7 +146,7 @@ class CallList:
         return None
 
     def may_be_call(self) -> bool:
-        """Return whether the text so far, which ended before it was whole, is or may be the beginning of a call."""
+        """Return whether the text, which ended before it was complete, is or may be the beginning of a call."""
         if self.is_call:
             return True
         unread = self.unread().lstrip()
@@ -158,7 +162,7 @@ class CallList:
         return self._before + (self._object.unread() if self._object is not None else self._buffer)
 
     def _begin(self) -> bool:
-        """Go to the next call or to the end; False: more text is needed to know which."""
+        """Advance to the next call or to the end. Returns False if more text is needed to decide which."""
         begun = self._buffer.lstrip()
         if not begun:
             return False
@@ -172,13 +176,13 @@ class CallList:
         if self.is_call and begun[0] == ",":
             self._before, self._buffer = ",", begun[1:]
         elif self.is_call:
-            return True  # neither: what follows is no call
+            return True  # neither: the following text is not a call
         self._object = CallObject(self._book, self._keys)
         return True
 
 
 def _object_in(text: str) -> Any:
-    """Arguments that a model wrote as text of JSON."""
+    """Parse arguments that a model wrote as JSON inside a string."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,5 @@
-"""What the readers of all formats share: words around calls, and a cursor over text that is still coming."""
+"""The base classes of the readers of all tool formats: they handle text around calls, and read text that is still
+arriving."""
 
 from __future__ import annotations
 
@@ -15,21 +16,21 @@ T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]  # yields wherever it needs more text
 Parameters: TypeAlias = Mapping[str, Mapping[str, Any]]  # the JSON schemas of tools' arguments, by tool name
 _SPACE = " \t\r\n"
-MIN_MARK = 2  # characters at the end of a text that are taken for the beginning of a mark; one alone may be a word
+MIN_MARK = 2  # so many characters at the end of a text are taken for an incomplete mark; one alone may be text
 
 
 class CutShort(Exception):
     """The text ended before a call was complete."""
 
 
-class Speech:
-    """Words around calls. White space is held until a word follows it: next to a call it is dropped."""
+class SurroundingText:
+    """The text around calls. White space is held back until other text follows; next to a call it is dropped."""
 
     def __init__(self, book: CallBook) -> None:
         self._book = book
         self._space = ""
 
-    def say(self, text: str, parts: list[Part]) -> None:
+    def add(self, text: str, parts: list[Part]) -> None:
         text = self._space + text
         words = text.rstrip()
         self._space = text[len(words) :]
@@ -46,23 +47,23 @@ class Speech:
 
 
 class AnswerReader(ABC):
-    """Reads one answer with `_read`, a generator over text that is still coming.
+    """Parses one answer with `_read`, a generator over text that is still arriving.
 
-    The generator takes text with the methods below and yields where it needs more. It must end when the text is over.
+    The generator takes text with the methods below and yields when it needs more. It must end when the text has ended.
     """
 
     def __init__(self, book: CallBook, parameters: Parameters | None = None) -> None:
-        self._book, self._speech, self._parameters = book, Speech(book), parameters or {}
+        self._book, self._surrounding, self._parameters = book, SurroundingText(book), parameters or {}
         self._parts: list[Part] = []
-        self._buffer = ""  # text that was not taken yet
-        self._taken: list[str] = []  # since the mark, while there is no call: it may turn out to be words
-        self._ended_by = ""  # what ended the latest `_until`
+        self._buffer = ""  # text that is not taken yet
+        self._taken: list[str] = []  # text since the mark, while there is no call: it may have to be put back
+        self._ended_by = ""  # the end at which the last `_take_until` stopped
         self._is_over = False
         self._reading = self._read()
 
     @property
     def repeats_call(self) -> bool:
-        """Whether the answer has made one of its calls again, name and arguments alike."""
+        """Whether the answer has repeated the name and arguments of one of its calls."""
         return self._book.has_repeats
 
     def push(self, text: str) -> list[Part]:
@@ -73,7 +74,7 @@ class AnswerReader(ABC):
     def finish(self) -> list[Part]:
         self._is_over = True
         next(self._reading, None)
-        self._speech.finish(self._parts)
+        self._surrounding.finish(self._parts)
         return self._given()
 
     @abstractmethod
@@ -82,7 +83,7 @@ class AnswerReader(ABC):
 
     # ------------------------------------------------------------------------------------------------------ the cursor
     def _more(self) -> Reading[None]:
-        """Wait for more text. Raises CutShort when there is none."""
+        """Wait for more text. Raises CutShort if the text has ended."""
         if self._is_over:
             raise CutShort
         yield
@@ -92,21 +93,22 @@ class AnswerReader(ABC):
         self._taken.append(text)
         return text
 
-    def _untake(self) -> None:
-        """Put back the text taken since the mark or the last call."""
+    def _put_back(self) -> None:
+        """Put back the text that was taken since the mark or the last call."""
         self._buffer = "".join(self._taken) + self._buffer
         self._taken = []
 
     def _skip_space(self, also: str = "") -> Reading[None]:
-        """Take white space, and the characters `also`, up to the next word. Raises CutShort when there is none."""
+        """Take white space, and the characters in `also`, up to the next other character. Raises CutShort if the text
+        ends."""
         while True:
             self._take(len(self._buffer) - len(self._buffer.lstrip(_SPACE + also)))
             if self._buffer:
                 return
             yield from self._more()
 
-    def _comes(self, *texts: str) -> Reading[str]:
-        """Take and return the text among `texts` that comes next; an empty one if none does."""
+    def _accept(self, *texts: str) -> Reading[str]:
+        """Take and return the one of `texts` that comes next; "" if none does."""
         while True:
             for text in texts:
                 if self._buffer.startswith(text):
@@ -115,10 +117,10 @@ class AnswerReader(ABC):
                 return ""
             yield from self._more()
 
-    def _until(self, *ends: str, most: int | None = None) -> Reading[str]:
-        """Take text up to one of `ends` and return it without that. The end is taken too; `_ended_by` holds it.
+    def _take_until(self, *ends: str, most: int | None = None) -> Reading[str]:
+        """Take text up to one of `ends`, and return it without the end. The end is taken too and stored in `_ended_by`.
 
-        Returns at once, with `_ended_by` empty, when there are more than `most` characters.
+        If more than `most` characters come first, return them, with `_ended_by` empty.
         """
         pieces: list[str] = []
         count = 0
@@ -138,7 +140,7 @@ class AnswerReader(ABC):
             yield from self._more()
 
     def _pass_until(self, emit: Callable[[str], None], *ends: str) -> Reading[None]:
-        """Pass on text as it comes, up to one of `ends`. The end is taken too; `_ended_by` holds it."""
+        """Pass text to `emit` while it arrives, up to one of `ends`. The end is taken too and stored in `_ended_by`."""
         while True:
             found = [(place, end) for end in ends if (place := self._buffer.find(end)) >= 0]
             if found:
@@ -152,7 +154,7 @@ class AnswerReader(ABC):
 
     # ----------------------------------------------------------------------------------------------------------- calls
     def _begin_call(self, name: str) -> None:
-        self._speech.end_at_call()
+        self._surrounding.end_at_call()
         self._book.begin(name, self._parts)
 
     def _add_arguments(self, text: str) -> None:
@@ -163,7 +165,7 @@ class AnswerReader(ABC):
         self._taken = []
 
     def _read_object(self) -> Reading[bool]:
-        """Read a JSON object as the arguments of the call that has begun. Returns whether it was closed."""
+        """Read a JSON object as the arguments of the current call. Returns whether it was closed."""
         span = JsonSpan()
         while True:
             used = span.feed(self._buffer)
@@ -175,13 +177,13 @@ class AnswerReader(ABC):
             yield from self._more()
 
     def _read_list(self, keys: CallKeys = KEYS) -> Reading[bool]:
-        """Read a JSON object or a list of them as calls. Returns whether there was a call."""
+        """Read a JSON object or a list of objects as calls. Returns whether there was a call."""
         calls = CallList(self._book, keys)
         while True:
             text, self._buffer = self._buffer, ""
             rest = calls.push(text, self._parts)
             if calls.is_call:
-                self._speech.end_at_call()
+                self._surrounding.end_at_call()
             if rest is not None:
                 self._buffer = rest
                 return calls.is_call
@@ -198,10 +200,10 @@ class AnswerReader(ABC):
 
 
 class CallReader(AnswerReader):
-    """Words until one of `marks`, then whatever `_read_calls` makes of the text behind it, and again.
+    """Reads text until one of `marks`, then calls with `_read_calls`, and so on until the end.
 
-    `_read_calls` returns whether there was a call. If there was none, mark and text are words. If the text ends inside
-    a call, the part of it that was not passed on is dropped: half a call is never text.
+    `_read_calls` returns whether there was a call. If not, the mark and the text after it are text for the user. If the
+    text ends inside a call, the part that was not passed on is dropped: an incomplete call is never shown as text.
     """
 
     marks: ClassVar[tuple[str, ...]] = ()
@@ -219,7 +221,8 @@ class CallReader(AnswerReader):
             yield from self._try_calls(mark)
 
     def _read_start(self) -> Reading[None]:
-        """Read calls that may stand at the start of an answer without a mark. What is no call stays in the buffer."""
+        """Read calls that may come without a mark at the start of an answer. Text that is not a call stays in the
+        buffer."""
         yield from ()
 
     def _try_calls(self, mark: str) -> Reading[None]:
@@ -230,28 +233,28 @@ class CallReader(AnswerReader):
             self._buffer = ""
             return
         if is_call:
-            self._speech.end_at_call()
+            self._surrounding.end_at_call()
         else:
-            self._speech.say(mark, self._parts)
-            self._untake()
+            self._surrounding.add(mark, self._parts)
+            self._put_back()
 
     @abstractmethod
     def _read_calls(self, mark: str) -> Reading[bool]:
-        """Read the calls behind a mark. Returns False where there are none."""
+        """Read the calls after a mark. Returns False if there are none."""
 
     def _read_words(self) -> Reading[str]:
-        """Pass on words up to the next mark and return it; an empty text at the end."""
+        """Pass on text up to the next mark, and return the mark; "" at the end."""
         while True:
             found = [(place, mark) for mark in self.marks if (place := self._buffer.find(mark)) >= 0]
             if found:
                 place, mark = min(found, key=lambda one: (one[0], -len(one[1])))
-                self._speech.say(self._buffer[:place], self._parts)
+                self._surrounding.add(self._buffer[:place], self._parts)
                 self._buffer = self._buffer[place + len(mark) :]
                 return mark
             half = max((held_back(self._buffer, mark) for mark in self.marks), default=0)
             is_word = self._is_over and half < MIN_MARK and not self._book.expects_calls
             certain = len(self._buffer) - (0 if is_word else half)
-            self._speech.say(self._buffer[:certain], self._parts)
+            self._surrounding.add(self._buffer[:certain], self._parts)
             self._buffer = self._buffer[certain:]
             if self._is_over:
                 self._buffer = ""

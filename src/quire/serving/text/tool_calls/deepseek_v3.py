@@ -32,7 +32,7 @@ SHAPE_V31 = CallShape(_write_plain, mark=CALLS_START, is_listed=True, closing=CA
 
 
 class DeepSeekReader(CallReader):
-    """Reads both forms. A model may leave out the marks around all calls."""
+    """Reads both forms. The marks around all calls may be missing."""
 
     marks = (CALLS_START, START)
 
@@ -40,25 +40,25 @@ class DeepSeekReader(CallReader):
         is_call = False
         if mark == CALLS_START:
             yield from self._skip_space()
-            if not (yield from self._comes(START)):
+            if not (yield from self._accept(START)):
                 return False
         while True:
             if not (yield from self._read_one()):
                 return is_call
             is_call = True
             yield from self._skip_space()
-            if (yield from self._comes(CALLS_END, START)) != START:
+            if (yield from self._accept(CALLS_END, START)) != START:
                 return True
 
     def _read_one(self) -> Reading[bool]:
-        name = (yield from self._until(SEPARATOR, most=_NAME_CHARACTERS)).strip()
+        name = (yield from self._take_until(SEPARATOR, most=_NAME_CHARACTERS)).strip()
         if not self._ended_by:
             return False
         is_fenced = name == "function"
         if is_fenced:
-            name = (yield from self._until("\n", most=_NAME_CHARACTERS)).strip()
+            name = (yield from self._take_until("\n", most=_NAME_CHARACTERS)).strip()
             yield from self._skip_space()
-            if not (yield from self._comes(FENCE)):
+            if not (yield from self._accept(FENCE)):
                 return False
         yield from self._skip_space()
         if not name or self._buffer[0] != "{":
@@ -67,7 +67,7 @@ class DeepSeekReader(CallReader):
         yield from self._read_object()
         yield from self._skip_space()
         if is_fenced:
-            yield from self._comes(FENCE_END)
+            yield from self._accept(FENCE_END)
             yield from self._skip_space()
-        yield from self._comes(END)
+        yield from self._accept(END)
         return True

@@ -1,4 +1,5 @@
-"""A format read off a chat template: the template writes a call, and the call shows what stands around it."""
+"""Derives a tool format from a chat template: the template renders a call with known values, and the text around these
+is the format."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _TAG = re.compile(r"<[^<>]{1,64}>|\[[^\[\]]{1,64}\]")
 _OTHER = f"{_VALUE}_other"
 _ARGUMENTS = re.compile(rf'\{{\s*"{_KEY}"\s*:\s*"{_VALUE}(?:_other)?"\s*\}}')
 _NAMED = re.compile(rf'\{{\s*"([A-Za-z_]+)"\s*:\s*"{_NAME}"\s*,\s*"([A-Za-z_]+)"\s*:\s*$')
-_MIN_MARK = 3  # characters; a shorter mark stands in words too
+_MIN_MARK = 3  # characters; a shorter mark may occur in normal text
 _NAME_CHARACTERS = 256
 
 
@@ -44,7 +45,7 @@ class DerivedForm:
 
     @property
     def name(self) -> str:
-        """The form as the name of a parser, from which `form_named` makes it again."""
+        """The form encoded as the name of a parser. `form_named` decodes it."""
         return PREFIX + json.dumps(asdict(self), ensure_ascii=False)
 
     @property
@@ -62,7 +63,7 @@ class DerivedForm:
         return " ".join(piece for piece in pieces if piece)
 
     def reader_class(self) -> type[CallReader]:
-        """Return a reader of this form."""
+        """Return a reader class for this form."""
         form = self
 
         class Reader(DerivedReader):
@@ -78,16 +79,16 @@ def form_named(name: str) -> DerivedForm:
 
 @dataclass(frozen=True, slots=True)
 class WrittenCalls:
-    """Calls as a template writes them: the text of an answer with one call, and with two."""
+    """Calls as a template renders them: the text of an answer with one call, and of one with two."""
 
     one: str
     two: str
 
 
 def written_calls(render: Render) -> WrittenCalls | None:
-    """Let a template write conversations with calls and without. Returns None where the calls do not show."""
+    """Render conversations with and without calls. Returns None if the calls are not in the text."""
     plain, worded = (_render(render, words=words) for words in ("", _WORDS))
-    prompt, _, behind = worded.partition(_WORDS)  # what stands before the words of an answer, and behind them
+    prompt, _, behind = worded.partition(_WORDS)  # the text before and after an answer
     if plain.startswith(prompt):
         behind = plain[len(prompt) :]
     texts = []
@@ -100,7 +101,8 @@ def written_calls(render: Render) -> WrittenCalls | None:
 
 
 def derive_form(written: WrittenCalls) -> DerivedForm | None:
-    """Read the form off one written call. Returns None where it has no mark before it, or no JSON in it."""
+    """Derive the form from one rendered call. Returns None if there is no mark before it, or its arguments are not
+    JSON."""
     arguments = _ARGUMENTS.search(written.one)
     if arguments is None:
         return None
@@ -118,13 +120,13 @@ def derive_form(written: WrittenCalls) -> DerivedForm | None:
 
 
 def reads(reader: Callable[[], PartReader], written: WrittenCalls) -> bool:
-    """Return whether a reader finds the calls that the template wrote, and no words beside them."""
+    """Return whether a reader finds the calls that the template rendered, and no text before them."""
     for text, count in ((written.one, 1), (written.two, 2)):
         answer = reader()
         parts = [*answer.push(text), *answer.finish()]
         names = [part.name for part in parts if isinstance(part, CallBegun)]
         arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
-        written_names = min(count, text.count(_NAME))  # a template may write the first call only
+        written_names = min(count, text.count(_NAME))  # a template may render only the first call
         if names != [_NAME] * written_names or len(_ARGUMENTS.findall(arguments)) != written_names:
             return False
         if any(isinstance(part, Said) for part in parts[:1]):
@@ -133,9 +135,10 @@ def reads(reader: Callable[[], PartReader], written: WrittenCalls) -> bool:
 
 
 def _form(start: str, end: str, middle: str, name_key: str = "", arguments_key: str = "") -> DerivedForm | None:
-    """Leave out white space, which models write as they like, and lists, which a reader takes anyway."""
+    """Make the form without white space, which models write freely, and without list brackets, which every reader
+    accepts. Returns None if the start mark is too short."""
     start, end = start.strip().removesuffix("[").rstrip(), end.strip().removeprefix("]").lstrip()
-    tag = _TAG.match(end)  # what stands behind the first tag ends the answer, not the call
+    tag = _TAG.match(end)  # text after the first tag ends the answer, not the call
     end = tag.group() if tag is not None else end.partition("\n")[0]
     return DerivedForm(start, end, middle, name_key, arguments_key) if len(start) >= _MIN_MARK else None
 
@@ -154,7 +157,8 @@ def _render(render: Render, *, words: str = "", count: int = 0) -> str:
 
 
 def _answer_start(called: str, prompt: str) -> int:
-    """Return where an answer begins in a conversation: behind the prompt, or where it turns away from the prompt."""
+    """Return where an answer begins in a conversation: after the prompt, or where the text first differs from the
+    prompt."""
     shared = _shared_prefix(called, prompt)
     while 0 < shared < len(prompt) and called[shared - 1] not in " \t\r\n>":
         shared -= 1
@@ -169,7 +173,7 @@ def _shared_prefix(first: str, second: str) -> int:
 
 
 class DerivedReader(CallReader):
-    """Reads calls of a derived form; white space around its marks is free."""
+    """Reads calls of a derived form, with any white space around its marks."""
 
     _form: DerivedForm
 
@@ -184,11 +188,11 @@ class DerivedReader(CallReader):
             return False
         if form.end:
             yield from self._skip_space()
-            yield from self._comes(form.end)
+            yield from self._accept(form.end)
         return True
 
     def _read_further(self, keys: CallKeys) -> Reading[None]:
-        """Read further objects before the end mark, which some models write line by line."""
+        """Read more objects before the end mark: some models write one per line."""
         self._taken = []
         while self._form.end:
             yield from self._skip_space()
@@ -198,7 +202,7 @@ class DerivedReader(CallReader):
 
     def _read_named(self, middle: str) -> Reading[bool]:
         yield from self._skip_space()
-        name = (yield from self._until(middle or "{", most=_NAME_CHARACTERS)).strip()
+        name = (yield from self._take_until(middle or "{", most=_NAME_CHARACTERS)).strip()
         if not self._ended_by or not name or "\n" in name:
             return False
         if not middle:

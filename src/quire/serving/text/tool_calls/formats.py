@@ -1,4 +1,4 @@
-"""How models write the calls of their tools: the formats this server reads, and which of them a model uses."""
+"""The formats of tool calls that Quire reads, and the choice of the one that a model uses."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ def _long_id() -> str:
 
 
 def _short_id() -> str:
-    """Mistral's templates take no others."""
+    """Return an id of 9 characters, the only length that Mistral's templates accept."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way to write calls. `marks` are texts that may be special tokens of a vocabulary, and must then be shown."""
+    """One format of tool calls. `marks` are texts that may be special tokens of a vocabulary; detokenization must then
+    show them."""
 
     name: str
     marks: tuple[str, ...]
     reader_class: type[AnswerReader]
-    shape: Callable[[Mapping[str, int]], CallShape]  # by the special tokens of the vocabulary
+    shape: Callable[[Mapping[str, int]], CallShape]  # called with the special tokens of the vocabulary
     make_id: Callable[[], str] = _long_id
-    is_bare: bool = False  # calls may stand without a mark, so only the tools' names tell them from other JSON
+    is_bare: bool = False  # calls may have no mark: only the tools' names distinguish them from other text
 
     @property
     def can_be_strict(self) -> bool:
-        """Whether calls among words can be made to follow their schemas: something must tell them from words."""
+        """Whether a grammar can enforce the schemas of calls inside text. This needs a mark that begins the calls."""
         return bool(self.shape({}).mark)
 
     def book(self, parameters: Parameters, limit: int | None, *, must_call: bool = False) -> CallBook:
@@ -56,9 +57,9 @@ class ToolFormat:
         return CallBook(self.make_id, limit=limit, known=known, must_call=must_call)
 
     def reader(self, parameters: Parameters, limit: int | None, *, must_call: bool = False) -> AnswerReader:
-        """Return the reader of one answer, which may call the tools of `parameters`, and at most so often.
+        """Return a reader for one answer with at most `limit` calls of the tools in `parameters`.
 
-        With `must_call`, a grammar sees to it that the answer is calls.
+        `must_call` means that a grammar ensures that the answer consists of calls.
         """
         return self.reader_class(self.book(parameters, limit, must_call=must_call), parameters)
 
@@ -89,7 +90,7 @@ _FORMATS = {
 
 
 def tool_format_named(name: str) -> ToolFormat:
-    """Return the format of that name, also of one that was derived from a template."""
+    """Return the format of this name, which may be a derived one."""
     if not name.startswith(derived.PREFIX):
         return _FORMATS[name]
     form = derived.form_named(name)
@@ -99,11 +100,13 @@ def tool_format_named(name: str) -> ToolFormat:
 def tool_format(
     parser: str, template: str | None, *, reads_tools: bool, render: derived.Render | None = None
 ) -> ToolFormat | None:
-    """Return the format of that name; for "auto", what the model's chat template writes, None if that is not known.
+    """Return the format of this name; for "auto", the one that the model's chat template uses, or None if it is
+    unknown.
 
-    A model whose template takes no tools is told of them in words, and to write calls as Hermes does. `render` lets the
-    template write calls: the format is the first that reads them back, one with marks in the template before others,
-    and one read off the calls themselves at last. Without `render`, the marks in the template decide.
+    A model whose template does not read tools gets their description as text, with the Hermes format. `render` renders
+    a conversation with the template: the chosen format is the first one that reads the rendered calls. The format whose
+    marks are in the template is tried first, then all others, then one derived from the rendered calls. Without
+    `render`, the marks in the template decide.
     """
     if parser != "auto":
         return _FORMATS[parser]
@@ -111,7 +114,7 @@ def tool_format(
         return _FORMATS["hermes"]
     name = _known_in(template)
     written = None if render is None else derived.written_calls(render)
-    if written is None or name == HARMONY:  # whose answers begin in the middle of what the template writes
+    if written is None or name == HARMONY:  # harmony answers begin in the middle of a message
         return None if name is None else _FORMATS[name]
     names = [*([name] if name else []), *_FORMATS]
     form = derived.derive_form(written)
@@ -123,7 +126,7 @@ def tool_format(
 
 
 def _known_in(template: str) -> str | None:
-    """Return the name of the format whose marks stand in a template."""
+    """Return the name of the format whose marks are in a template, or None."""
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return HARMONY
     if mistral.MARK in template:

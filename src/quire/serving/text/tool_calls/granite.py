@@ -13,7 +13,7 @@ SHAPE = CallShape(
 
 
 class GraniteReader(CallReader):
-    """Reads a list behind the mark, which some models write as a tag."""
+    """Reads a list of calls after the mark or after Hermes' start tag, which some models write instead."""
 
     marks = (MARK, START)
 
@@ -22,5 +22,5 @@ class GraniteReader(CallReader):
             return False
         if mark == START:
             yield from self._skip_space()
-            yield from self._comes(END)
+            yield from self._accept(END)
         return True

@@ -1,4 +1,4 @@
-"""Messages in channels, as gpt-oss writes them (the "harmony" format): reasoning, words and calls in one reader.
+"""The "harmony" format of gpt-oss: messages in channels. One reader handles reasoning, text and calls.
 
 `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
 <|constrain|>json<|message|>{...}<|call|>`, and `<|channel|>final<|message|>...<|return|>`.
@@ -20,7 +20,7 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
-NEXT = f"{START}assistant"  # what stands before each message but the first
+NEXT = f"{START}assistant"  # precedes each message except the first
 _CALL_HEAD = f"{CHANNEL}commentary to=functions."
 _RECIPIENT = re.compile(r"\bto=([^\s<]{1,256})")
 
@@ -34,7 +34,7 @@ SHAPE = CallShape(_write_call, mark=_CALL_HEAD, most=1, words_mark=FINAL)  # a c
 
 
 class HarmonyReader(AnswerReader):
-    """Reads whole answers. With `has_tools` False, messages to functions are words."""
+    """Reads whole answers. With `has_tools` False, messages to functions are shown as text."""
 
     def __init__(self, book: CallBook, parameters: Parameters | None = None, *, has_tools: bool = True) -> None:
         super().__init__(book, parameters)
@@ -49,19 +49,19 @@ class HarmonyReader(AnswerReader):
 
     @property
     def is_undecided(self) -> bool:
-        """Whether it is not known yet if there is any."""
+        """Whether it is not yet known if the answer has reasoning."""
         return self._state == "start"
 
     def _read(self) -> Reading[None]:
         try:
-            first = yield from self._comes(CHANNEL, START, " to=")
+            first = yield from self._accept(CHANNEL, START, " to=")
             if not first:
                 self._state = "other"
                 yield from self._pass_words(self._say)
                 return
             head = "" if first == START else first
             while True:
-                head += yield from self._until(MESSAGE)
+                head += yield from self._take_until(MESSAGE)
                 yield from self._read_message(head)
                 head = "" if self._ended_by in (START, END, CALL, RETURN) else self._ended_by
         except CutShort:

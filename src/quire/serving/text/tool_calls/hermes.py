@@ -10,7 +10,7 @@ SHAPE = CallShape(write_object("name", "arguments", before="\n", after=f"\n{END}
 
 
 class HermesReader(CallReader):
-    """Reads calls between tags; between one pair there may be a list of them."""
+    """Reads calls between tags. A pair of tags may contain a list of calls."""
 
     marks = (START,)
 
@@ -18,5 +18,5 @@ class HermesReader(CallReader):
         if not (yield from self._read_list()):
             return False
         yield from self._skip_space()
-        yield from self._comes(END)  # a model that forgot the end tag: what follows is words
+        yield from self._accept(END)  # optional: without it, the following text is shown
         return True

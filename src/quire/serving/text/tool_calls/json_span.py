@@ -1,17 +1,17 @@
-"""Where a JSON object or list ends, found while its text comes."""
+"""Finds the end of a JSON object or list while its text arrives."""
 
 from __future__ import annotations
 
 import re
 
 _IN_STRING = re.compile(r'["\\]')
-_OUTSIDE = re.compile(r'[{}\[\]"]|[^\sA-Za-z0-9_.,:+\-]')  # what changes the state, and what JSON never has
+_OUTSIDE = re.compile(r'[{}\[\]"]|[^\sA-Za-z0-9_.,:+\-]')  # changes the state, or is never in JSON
 
 
 class JsonSpan:
-    """Follows brackets and strings; says nothing about the rest of the grammar.
+    """Tracks brackets and strings, and nothing else of the JSON grammar.
 
-    It is closed at the bracket that closes the first, and broken at a character that no JSON has outside a string.
+    Closed at the bracket that closes the first one. Broken at a character that JSON never has outside a string.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class JsonSpan:
         return not self.is_closed and not self.is_broken
 
     def feed(self, text: str) -> int:
-        """How many characters of `text` belong to it: all while it stays open."""
+        """Return how many characters of `text` belong to the value: all while it stays open."""
         place = 0
         while place < len(text) and self.is_open:
             if self._is_escaped:
@@ -42,7 +42,7 @@ class JsonSpan:
         return place
 
     def _take(self, character: str) -> int:
-        """Change the state; how many characters that uses up."""
+        """Update the state for one character. Returns how many characters were consumed."""
         if self._in_string:
             self._is_escaped, self._in_string = character == "\\", character != '"'
         elif character in "{[":

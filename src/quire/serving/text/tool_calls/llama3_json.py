@@ -1,4 +1,4 @@
-"""`{"name": ..., "parameters": {...}}`, bare or behind `<|python_tag|>`: Llama 3."""
+"""`{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>` before it: Llama 3."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ SHAPE = CallShape(write_object("name", "parameters"), most=1)  # Llama 3 makes o
 
 
 class Llama3Reader(CallReader):
-    """An answer that begins with an object is calls, several of them between semicolons; behind the mark, anywhere.
+    """Reads one or more objects, separated by semicolons, at the start of an answer or after the mark.
 
-    The book knows the tools' names, so that an answer which happens to be JSON stays one.
+    Only objects with the name of a known tool are calls, so that an answer that happens to be JSON stays text.
     """
 
     marks = (MARK,)
@@ -24,11 +24,11 @@ class Llama3Reader(CallReader):
         return (yield from self._read_bare())
 
     def _read_bare(self) -> Reading[bool]:
-        """Read objects until something else comes. Returns whether one was a call."""
+        """Read objects until another text comes. Returns whether one was a call."""
         is_call = False
         while True:
             yield from self._skip_space(";" if is_call else "")
             if self._buffer[:1] not in ("{", "[") or not (yield from self._read_list()):
-                self._untake()
+                self._put_back()
                 return is_call
             is_call, self._taken = True, []

@@ -17,7 +17,7 @@ _HALF_NAME = re.compile(
 
 
 def shape(special: Mapping[str, int]) -> CallShape:
-    """Return the newer form where the vocabulary has its mark."""
+    """Return the newer form if the vocabulary has its mark."""
     if ARGUMENTS in special:
         return CallShape(_write_named, mark=MARK)
     return CallShape(
@@ -30,7 +30,7 @@ def _write_named(lark: LarkGrammar, prefix: str, function: Function) -> str:  # 
 
 
 class MistralReader(CallReader):
-    """Behind each mark either a list of calls, or one name with its arguments."""
+    """Reads a list of calls, or one name with its arguments, after each mark."""
 
     marks = (MARK,)
 

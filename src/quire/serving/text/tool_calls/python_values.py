@@ -1,4 +1,4 @@
-"""Values that a model wrote as Python literals or as plain text, as JSON."""
+"""Converts values that a model wrote as Python literals or plain text to JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _NAMES = {"true": True, "false": False, "null": None, "none": None}
 
 
 def python_to_json(text: str) -> str:
-    """Return a Python literal as JSON; true, false and null count as literals. Any other text becomes a string."""
+    """Return a Python literal as JSON. true, false and null are accepted as literals. Any other text becomes a
+    string."""
     try:
         return json.dumps(_value(ast.parse(text.strip(), mode="eval").body), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -19,7 +20,8 @@ def python_to_json(text: str) -> str:
 
 
 def text_to_json(text: str, schema: Mapping[str, Any] | None) -> str:
-    """Return a bare value as JSON of the type its schema asks for. What is not of that type becomes a string."""
+    """Return plain text as JSON of the type that its schema requires. Text that is not of this type becomes a
+    string."""
     types = types_of(schema)
     word = text.strip()
     if not types or ("string" in types and not (word == "null" and "null" in types)):
@@ -31,7 +33,7 @@ def text_to_json(text: str, schema: Mapping[str, Any] | None) -> str:
 
 
 def types_of(schema: Mapping[str, Any] | None) -> frozenset[str]:
-    """Return the JSON types that a schema names at its top; none if it names none."""
+    """Return the JSON types that a schema names at its top level; empty if it names none."""
     if not isinstance(schema, Mapping):
         return frozenset()
     named = schema.get("type")

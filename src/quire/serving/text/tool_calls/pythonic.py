@@ -1,4 +1,4 @@
-"""`[weather(city="Ulm"), time()]`: Llama 3.2, Llama 4 and others that write calls as Python does."""
+"""`[weather(city="Ulm"), time()]`: Llama 3.2, Llama 4 and other models that write calls in Python syntax."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 def _write_call(lark: LarkGrammar, prefix: str, function: Function) -> str:  # noqa: ARG001
-    """Return a call whose values are JSON. Optional parameters may be left out; the order is the schema's."""
-    first = rest = '")"'  # behind no parameter, and behind one
+    """Return the expression of a call whose values are JSON. Optional parameters may be missing; the order is that of
+    the schema."""
+    first = rest = '")"'  # the rest of the call if no parameter, or at least one, precedes it
     for name, schema, is_required in reversed(parameters_of(function)):
         if not _KEY.fullmatch(name):
-            reason = f"{name!r:.80} of {function['name']} is no name of a parameter in Python, which this model writes"
+            reason = f"{name!r:.80} of {function['name']} is not a Python name, and this model writes Python calls"
             raise InvalidRequest("tools", reason, "rename it")
         value = f"{lark.fixed(f'{name}=')} {json_rule(schema)}"
         if is_required:
@@ -36,29 +37,29 @@ SHAPE = CallShape(_write_call, is_listed=True, opening="[", separator=", ", clos
 
 
 class PythonicReader(CallReader):
-    """An answer that begins with a list of calls of known tools is calls; behind the mark, anywhere."""
+    """Reads a list of calls of known tools at the start of an answer, or after the mark in any place."""
 
     marks = (START,)
 
     def _read_start(self) -> Reading[None]:
         if not (yield from self._read_all()):
-            self._untake()
+            self._put_back()
 
     def _read_calls(self, mark: str) -> Reading[bool]:  # noqa: ARG002
         if not (yield from self._read_all()):
             return False
         yield from self._skip_space()
-        yield from self._comes(END)
+        yield from self._accept(END)
         return True
 
     def _read_all(self) -> Reading[bool]:
         yield from self._skip_space()
-        if not (yield from self._comes("[")):
+        if not (yield from self._accept("[")):
             return False
         is_call = False
         while True:
             yield from self._skip_space("," if is_call else "")
-            if is_call and (yield from self._comes("]")):
+            if is_call and (yield from self._accept("]")):
                 return True
             name = yield from self._read_name()
             if not name:
@@ -68,7 +69,7 @@ class PythonicReader(CallReader):
             yield from self._read_arguments()
 
     def _read_name(self) -> Reading[str]:
-        """Take a known name and the bracket behind it; an empty text if neither comes."""
+        """Take a known name and its opening bracket, and return the name; "" if there is none."""
         while True:
             found = _NAME.match(self._buffer)
             name = found.group() if found else ""
@@ -85,7 +86,7 @@ class PythonicReader(CallReader):
         return self._book.known is None or any(known.startswith(name) for known in self._book.known)
 
     def _read_arguments(self) -> Reading[None]:
-        """Read `key=value` pairs up to the closing bracket and pass on each when it is whole."""
+        """Read `key=value` pairs up to the closing bracket. Each is passed on when it is complete."""
         self._taken = []
         count = 0
         while True:
@@ -102,7 +103,7 @@ class PythonicReader(CallReader):
         self._end_call()
 
     def _read_argument(self) -> Reading[str]:
-        """Take text up to the comma or bracket that ends an argument, which stays in the buffer."""
+        """Take the text of one argument. The comma or bracket that ends it stays in the buffer."""
         pieces: list[str] = []
         depth, quote, is_escaped = 0, "", False
         while True:

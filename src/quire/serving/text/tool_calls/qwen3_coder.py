@@ -1,6 +1,6 @@
 """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`: Qwen3 Coder.
 
-Strings stand bare between the tags; values of all other types are JSON.
+Strings are written without quotes; values of all other types are JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME_CHARACTERS = 256
 
 
 def _write_call(lark: LarkGrammar, prefix: str, function: Function) -> str:
-    """Return a call with its parameters in the order of the schema."""
+    """Return the expression of a call with its parameters in the order of the schema."""
     pieces = [lark.fixed(f"\n{FUNCTION}{function['name']}>\n")]
     for place, (name, schema, is_required) in enumerate(parameters_of(function)):
         end = f"\n{PARAMETER_END}\n"
@@ -42,16 +42,16 @@ SHAPE = CallShape(_write_call, mark=START, separator="\n")
 
 
 class Qwen3CoderReader(CallReader):
-    """Passes on a string while it comes, any other value when it is whole."""
+    """Passes on strings while they arrive, and other values when they are complete."""
 
     marks = (START, FUNCTION)
 
     def _read_calls(self, mark: str) -> Reading[bool]:
         if mark == START:
             yield from self._skip_space()
-            if not (yield from self._comes(FUNCTION)):
+            if not (yield from self._accept(FUNCTION)):
                 return False
-        name = (yield from self._until(">", "\n", most=_NAME_CHARACTERS)).strip()
+        name = (yield from self._take_until(">", "\n", most=_NAME_CHARACTERS)).strip()
         if self._ended_by != ">" or not name:
             return False
         self._begin_call(name)
@@ -59,23 +59,23 @@ class Qwen3CoderReader(CallReader):
         count = 0
         while True:
             yield from self._skip_space()
-            came = yield from self._comes(PARAMETER, FUNCTION_END)
+            came = yield from self._accept(PARAMETER, FUNCTION_END)
             if came != PARAMETER:
                 break
-            key = (yield from self._until(">", most=_NAME_CHARACTERS)).strip()
+            key = (yield from self._take_until(">", most=_NAME_CHARACTERS)).strip()
             yield from self._read_value(name, key, "{" if count == 0 else ", ")
             count += 1
         self._add_arguments("}" if count else "{}")
         self._end_call()
         yield from self._skip_space()
-        yield from self._comes(END)
+        yield from self._accept(END)
         return True
 
     def _read_value(self, function: str, key: str, lead: str) -> Reading[None]:
         properties = self._parameters.get(function, {}).get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
         if types_of(schema) not in (frozenset(), frozenset({"string"})):
-            text = (yield from self._until(PARAMETER_END)).removeprefix("\n").removesuffix("\n")
+            text = (yield from self._take_until(PARAMETER_END)).removeprefix("\n").removesuffix("\n")
             self._add_arguments(f"{lead}{json.dumps(key)}: {text_to_json(text, schema)}")
             self._taken = []
             return
@@ -92,7 +92,7 @@ class Qwen3CoderReader(CallReader):
             self._take(1)
 
     def _pass_string(self) -> Reading[None]:
-        """Pass on the text up to the end tag as the inside of a JSON string, without the line break before the tag."""
+        """Pass on the text up to the end tag as the content of a JSON string, without the line break before the tag."""
         while True:
             place = self._buffer.find(PARAMETER_END)
             if place >= 0:

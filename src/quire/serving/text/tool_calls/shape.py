@@ -1,4 +1,4 @@
-"""How a format's calls stand in a grammar: one call, several of them, and calls among words."""
+"""Writes the calls of a tool format as grammar expressions: one call, several calls, and calls inside text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from quire.serving.text.lark import LarkGrammar, json_rule, one_of
 
-MAX_CALLS = 16  # that one answer may hold under a grammar; the grammar ends with the last of them
+MAX_CALLS = 16  # most calls of one answer under a grammar; the grammar ends after the last one
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 Function: TypeAlias = Mapping[str, Any]  # the name of a tool and the JSON schema of its parameters
 WriteCall: TypeAlias = Callable[[LarkGrammar, str, Function], str]
@@ -17,11 +17,11 @@ WriteCall: TypeAlias = Callable[[LarkGrammar, str, Function], str]
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """Where the fixed texts of a format stand.
+    """The fixed texts of a tool format.
 
-    `write` returns the expression of one call; its second argument is a prefix for the rules it adds. Without
-    `is_listed`, `mark` begins every call. With it, `mark` begins a list: mark, opening, calls with separators, closing.
-    A format without a mark cannot promise calls among words.
+    `write` returns the expression of one call; its second argument is a prefix for the names of the rules it adds.
+    Without `is_listed`, `mark` begins every call. With it, `mark` begins a list: mark, opening, calls with separators,
+    closing. Without a mark, a grammar cannot enforce calls inside text.
     """
 
     write: WriteCall
@@ -31,21 +31,21 @@ class CallShape:
     opening: str = ""
     closing: str = ""
     most: int = MAX_CALLS  # calls in one answer
-    words_mark: str = ""  # begins the words of an answer, where the format has such a mark
+    words_mark: str = ""  # precedes the text of an answer, if the format has such a mark
 
     def calls(self, lark: LarkGrammar, functions: Sequence[Function], most: int) -> str:
         """Return the expression of at least one call and at most `most`."""
-        return _join(lark.fixed(self.mark), self.behind_mark(lark, functions, most))
+        return _join(lark.fixed(self.mark), self.after_mark(lark, functions, most))
 
-    def behind_mark(self, lark: LarkGrammar, functions: Sequence[Function], most: int) -> str:
-        """Return the expression of the same calls behind the first mark."""
+    def after_mark(self, lark: LarkGrammar, functions: Sequence[Function], most: int) -> str:
+        """Return the expression of at least one call and at most `most`, without the first mark."""
         call, most = self._call(lark, functions), min(most, self.most)
         again = _join(lark.fixed(self.separator), "" if self.is_listed else lark.fixed(self.mark), call)
         several = call if most == 1 else f"{call} ({again}){{0,{most - 1}}}"
         return _join(lark.fixed(self.opening), several, lark.fixed(self.closing))
 
-    def among_words(self, lark: LarkGrammar, functions: Sequence[Function], most: int) -> str:
-        """Return the expression of words with calls in any place. Raises ValueError without a mark."""
+    def inside_text(self, lark: LarkGrammar, functions: Sequence[Function], most: int) -> str:
+        """Return the expression of text with calls in any place. Raises ValueError if the format has no mark."""
         if not self.mark:
             raise ValueError("the format has no mark")
         lark.rule("WORDS", lark.words)
@@ -53,7 +53,7 @@ class CallShape:
             return f"({lark.fixed(self.words_mark)} WORDS) | ({self.calls(lark, functions, most)})"
         words = lark.text_until("words_before_call", self.mark)
         if self.is_listed:
-            return f"({words} {self.behind_mark(lark, functions, most)})? WORDS"
+            return f"({words} {self.after_mark(lark, functions, most)})? WORDS"
         return f"({words} {self._call(lark, functions)}){{0,{min(most, self.most)}}} WORDS"
 
     def _call(self, lark: LarkGrammar, functions: Sequence[Function]) -> str:
@@ -70,7 +70,7 @@ def arguments_rule(function: Function) -> str:
 
 
 def write_object(name_key: str, arguments_key: str, *, before: str = "", after: str = "") -> WriteCall:
-    """Return the writer of calls that are JSON objects with these two members, between two fixed texts."""
+    """Return a writer of calls that are JSON objects with these two members, between two fixed texts."""
 
     def write(lark: LarkGrammar, prefix: str, function: Function) -> str:  # noqa: ARG001
         head = f"{{{json.dumps(name_key)}: {json.dumps(function['name'])}, {json.dumps(arguments_key)}: "
@@ -80,9 +80,9 @@ def write_object(name_key: str, arguments_key: str, *, before: str = "", after: 
 
 
 def parameters_of(function: Function) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return the parameters of a function one by one: name, schema, and whether it is required.
+    """Return the parameters of a function: name, schema, and whether it is required.
 
-    Each schema brings the definitions of the whole along, to which it may refer.
+    Each schema includes the definitions of the whole schema, since it may refer to them.
     """
     whole = function.get("parameters") or NO_ARGUMENTS
     shared = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
