@@ -23,7 +23,7 @@ LONG := $(addprefix tests/,browser clients families parity engine/test_groups.py
   $(addprefix http/test_,deaths.py disaggregation.py guides.py hostile_grammars.py processes.py ranks.py ray_serve.py replicas.py schemathesis.py) \
   $(addprefix unit/,kernels/native/test_emulated_paths.py kernels/native/test_paths.py kernels/triton/test_compiling.py runtime/executor runtime/parallel \
   runtime/worker/test_prefill_scratch.py runtime/worker/test_prepare.py runtime/worker/test_stage_graphs.py runtime/worker/test_windows.py serving/process/test_supervisor.py serving/test_coming_from.py))
-BUILT_FROM := pyproject.toml setup.py constraints.txt src/quire/kernels/native/paths.py src/quire/serving/router/compiled_reader.py \
+BUILT_FROM := pyproject.toml setup.py constraints.txt src/quire/kernels/native/paths.py src/quire/serving/router/native.py \
   $(wildcard $(addprefix src/quire/,kernels/native/*.cpp kernels/native/*.h serving/router/*.cpp serving/router/*.h))
 
 .DEFAULT_GOAL := help

@@ -1,4 +1,4 @@
-"""Builds the CPU kernels, a library for each instruction set, and the router's reader of prompts. Without a C++
+"""Builds the CPU kernels, a library for each instruction set, and the router's compiled code. Without a C++
 compiler Quire installs too, on torch and msgspec."""
 
 import copy
@@ -20,7 +20,7 @@ SOURCE, FEATURES = FOLDER / "quire_cpu.cpp", FOLDER / "cpu_features.cpp"
 MODULE = runpy.run_path(str(FOLDER / "paths.py"))
 PATHS, COMPILE, DIGEST = MODULE["PATHS"], list(MODULE["COMPILE"]), MODULE["digest_of_sources"](FOLDER)
 ROUTER = Path("src/quire/serving/router")
-READER = runpy.run_path(str(ROUTER / "compiled_reader.py"))
+NATIVE = runpy.run_path(str(ROUTER / "native.py"))
 
 
 def _is_clang() -> bool:
@@ -60,8 +60,8 @@ class BuildPaths(build_ext):
             raise OptionError("--sanitize: such a library needs a preloaded runtime; use --build-lib, not --inplace")
 
     def build_extensions(self) -> None:
-        features, reader, *libraries = self.extensions
-        self.extensions = [features, reader]
+        features, router, *libraries = self.extensions
+        self.extensions = [features, router]
         super().build_extensions()
         chosen = self._choose(Path(self.get_ext_fullpath(features.name)))
         needed = [each for each in libraries if _library(each) in chosen]
@@ -69,7 +69,7 @@ class BuildPaths(build_ext):
         super().build_extensions()
         if not self._is_in_place:  # in place, only what is new is copied
             self.extensions = needed
-        self.extensions += [features, reader]
+        self.extensions += [features, router]
 
     def build_extension(self, ext: Extension) -> None:
         own = copy.copy(self)  # all are made of one source: each needs a folder of its own for its object
@@ -145,11 +145,11 @@ setup(
     ext_modules=[
         _extension("_features", FEATURES, ["-O1", "-g0", "-std=c++17"], []),
         _extension(
-            READER["NAME"],
-            ROUTER / "prompt_reader.cpp",
-            list(READER["COMPILE"]),
+            NATIVE["NAME"],
+            ROUTER / "native.cpp",
+            list(NATIVE["COMPILE"]),
             [],
-            READER["digest_of_sources"](ROUTER),
+            NATIVE["digest_of_sources"](ROUTER),
         ),
         *(_extension(f"_cpu_{name}", SOURCE, [*COMPILE, *flags], LINK) for name, flags in LIBRARIES.items()),
     ],

@@ -15,7 +15,7 @@ import pytest
 
 from quire.kernels.native import loader
 from quire.kernels.native.paths import PATHS, digest_of_sources
-from quire.serving.router import compiled_reader
+from quire.serving.router import native
 
 ROOT = Path(__file__).parents[3]
 NATIVE, ROUTER = Path("src/quire/kernels/native"), Path("src/quire/serving/router")
@@ -24,7 +24,7 @@ STAND_IN = """#!{python}
 import subprocess, sys
 from pathlib import Path
 words = sys.argv[1:]
-small = ("cpu_features", "prompt_reader")
+small = ("cpu_features", "native.cpp")
 if "--version" in words or any(Path(word).name.startswith(small) for word in words):
     sys.exit(subprocess.call(["{compiler}", *words]))
 made = Path(words[words.index("-o") + 1])
@@ -85,8 +85,8 @@ def test_a_checkout_gets_the_best_path_of_this_cpu_and_the_portable_one(checkout
     assert checkout.build("build_ext", "--inplace") == checkout.libraries() == here
     assert checkout.build("build_ext", "--inplace", "--paths", "all") == ALL - here
     assert checkout.libraries() == ALL
-    (reader,) = (checkout.folder / ROUTER).glob("_prompt_reader.*.so")
-    assert compiled_reader.digest_of_sources(checkout.folder / ROUTER).encode() in reader.read_bytes()
+    (library,) = (checkout.folder / ROUTER).glob("_native.*.so")
+    assert native.digest_of_sources(checkout.folder / ROUTER).encode() in library.read_bytes()
 
 
 def test_a_wheel_gets_every_path(checkout: Checkout) -> None:
@@ -96,8 +96,8 @@ def test_a_wheel_gets_every_path(checkout: Checkout) -> None:
         names = [Path(name).name for name in archive.namelist()]
     assert {name.removeprefix("_cpu_").partition(".")[0] for name in names if name.startswith("_cpu_")} == ALL
     assert any(name.startswith("_features.") for name in names)
-    assert any(name.startswith("_prompt_reader.") for name in names)
-    assert {"prompt_reader.cpp", "json_text.h"} < set(names)
+    assert any(name.startswith("_native.") for name in names)
+    assert {"native.cpp", "json_text.h", "prefix_tree.h"} < set(names)
 
 
 def test_a_library_is_built_again_when_its_sources_or_flags_have_changed(checkout: Checkout) -> None:

@@ -13,13 +13,16 @@ _PERSON = b"quire client"
 
 
 class KeyRing:
-    """Holds digests of the API keys and the admin keys, and finds out whether a request brings one of them."""
+    """Holds digests of the API keys and the admin keys, and finds out whether a request brings one of them. `version`
+    counts how often they were replaced."""
 
     def __init__(self, access: AccessConfig) -> None:
+        self.version = 0
         self.replace(access)
 
     def replace(self, access: AccessConfig) -> None:
         """Requests from now on need one of these keys."""
+        self.version += 1
         self._api = [bytes.fromhex(digest) for digest in access.key_digests]
         self._routers = [bytes.fromhex(digest) for digest in access.router_digests]
         self._admin = [bytes.fromhex(digest) for digest in access.admin_digests]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from quire.serving.router.compiled_reader import NUM_FOUND, CompiledReader, Unavailable, open_reader
+from quire.serving.router.native import NUM_FOUND, NativeReader, Unavailable
 
 CHUNK_BYTES = 512  # of a prompt: the least that one key names, after all before it
 MAX_PROMPT_BYTES = 2 * 2**20  # of one prompt; what lies behind them is not looked at
@@ -30,7 +30,7 @@ class Prompt:
     """What the router knows of a request. `keys` name the chunks of its prompt, from the first."""
 
     model: str = ""
-    keys: list[int] = field(default_factory=list)
+    keys: Sequence[int] = ()
     num_bytes: int = 0  # of the prompt, as the router renders it
     session: str = ""  # the client's name for its session or user, or its salt
     answer_id: str = ""  # of a stored answer or file that the request needs
@@ -53,9 +53,9 @@ def num_chunks(num_bytes: int) -> int:
     return bisect_right(CHUNK_ENDS, num_bytes) - 1
 
 
-def _open_reader() -> CompiledReader | str:
+def _open_reader() -> NativeReader | str:
     try:
-        return open_reader(CHUNK_ENDS)
+        return NativeReader(CHUNK_ENDS)
     except Unavailable as reason:
         return str(reason)
 
@@ -108,7 +108,7 @@ def _root(tenant: bytes, salt: str, model: str) -> int:
     return _READER.root(tenant, salt.encode("utf-8", "surrogatepass"), model.encode("utf-8", "surrogatepass"))
 
 
-def chunk_keys(root: int, text: bytes) -> list[int]:
+def chunk_keys(root: int, text: bytes) -> Sequence[int]:
     """The keys of whole chunks of `text`; the rest, shorter than a chunk, has none. `root` separates prompts that share
     no cache: of other models, tenants and salts.
 

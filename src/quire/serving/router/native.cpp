@@ -1,6 +1,9 @@
 // Reads of a request's JSON body what the router needs, as prompt_keys.py does, in one pass over the body and one over
-// the prompt. What is invalid or rare is left to prompt_keys.py.
+// the prompt. What is invalid or rare is left to prompt_keys.py. And the prefix tree of prefix_tree.py.
+#include <new>
+
 #include "json_text.h"
+#include "prefix_tree.h"
 
 namespace quire {
 namespace {
@@ -167,7 +170,7 @@ class Body {
     Span fields_[NUM_FIELDS + 1];  // the last one: of any other name
 };
 
-// What a caller keeps between calls; compiled_reader.py has the same structure.
+// What a caller keeps between calls; native.py has the same structure.
 struct Reader {
     uint64_t secrets[4];  // of the hashes
     const int64_t* ends;  // where the chunks of a prompt end; the first is 0
@@ -204,7 +207,7 @@ using namespace quire;
 
 extern "C" {
 
-const char* quire_reader_source() { return QUIRE_SOURCE; }
+const char* quire_router_source() { return QUIRE_SOURCE; }
 
 // The root of the keys of prompts that may share a cache.
 int64_t quire_prompt_root(const Reader* reader, const char* tenant, int64_t tenant_size, const char* salt,
@@ -248,5 +251,31 @@ int64_t quire_read_prompt(const Reader* reader, const char* body, int64_t size, 
     } catch (...) {  // Unsure, or no memory
         return 0;
     }
+}
+
+PrefixTree* quire_new_tree() { return new (std::nothrow) PrefixTree; }
+
+void quire_delete_tree(PrefixTree* tree) { delete tree; }
+
+void quire_clear_tree(PrefixTree* tree) { tree->clear(); }
+
+int64_t quire_tree_bytes(const PrefixTree* tree) { return tree->num_bytes(); }
+
+int64_t quire_tree_size(const PrefixTree* tree) { return tree->size(); }
+
+int64_t quire_match(const PrefixTree* tree, const int64_t* keys, int64_t count) { return tree->match(keys, count); }
+
+// Holds the first `count` of a prompt's chunks, of which it holds `held` already (-1: as `quire_match` says), and evicts
+// what does not fit. Returns `held`.
+int64_t quire_insert(PrefixTree* tree, const int64_t* keys, int64_t size, int64_t count, int64_t held,
+                     const int64_t* ends, int64_t capacity) {
+    if (held < 0) held = tree->match(keys, size);
+    try {
+        tree->insert(keys, count, held < count ? held : count, ends);
+        tree->evict(capacity);
+    } catch (const std::bad_alloc&) {
+        tree->clear();  // it only guesses what a cache holds
+    }
+    return held;
 }
 }
