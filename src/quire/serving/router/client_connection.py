@@ -88,10 +88,6 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = 0
 
     @property
-    def is_open(self) -> bool:
-        return not self._transport.is_closing()
-
-    @property
     def is_busy(self) -> bool:
         return self._is_busy
 

@@ -1,23 +1,9 @@
 // Reads JSON in place: checks values, skips them, and copies them in the form in which msgspec would write them.
 #pragma once
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <string_view>
-#include <vector>
-
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-#include <arm_neon.h>
-#endif
+#include "json_runs.h"
 
 namespace quire {
 
-// Thrown for what is invalid, and for what is valid but rare: the caller lets msgspec read the whole text instead.
-struct Unsure {};
-
-using Byte = uint8_t;
 constexpr int MAX_DEPTH = 64;     // of values in values
 constexpr int MAX_MEMBERS = 64;   // of an object whose names are compared
 constexpr int MAX_NUMBER = 40;    // bytes: a number of so few cannot be out of range, but for its exponent
@@ -34,66 +20,6 @@ struct Span {
     bool has_escape() const { return std::memchr(begin, '\\', size()) != nullptr; }
     std::string_view text() const { return {reinterpret_cast<const char*>(begin), size()}; }
 };
-
-// Counts all bytes that are added, and keeps the first `limit` of them.
-class Writer {
-  public:
-    void begin(size_t limit) {
-        limit_ = limit;
-        restart();
-    }
-    void restart() { total_ = kept_ = 0; }
-    void add(const Byte* data, size_t size) {
-        total_ += size;
-        if (size > limit_ - kept_) size = limit_ - kept_;
-        if (size == 0) return;
-        if (kept_ + size > bytes_.size()) bytes_.resize(kept_ + size < 4096 ? 4096 : 2 * (kept_ + size));
-        std::memcpy(bytes_.data() + kept_, data, size);
-        kept_ += size;
-    }
-    void add(char byte) {
-        const Byte one = static_cast<Byte>(byte);
-        add(&one, 1);
-    }
-    void add(const char* text) { add(reinterpret_cast<const Byte*>(text), std::strlen(text)); }
-    const Byte* data() const { return bytes_.data(); }
-    size_t kept() const { return kept_; }
-    size_t total() const { return total_; }
-
-  private:
-    size_t limit_ = 0, total_ = 0, kept_ = 0;
-    std::vector<Byte> bytes_;
-};
-
-// The first byte that ends a run of plain characters: a quote, a backslash, a control character; and, if `ASCII_ONLY`,
-// the first byte of a character beyond ASCII.
-template <bool ASCII_ONLY>
-inline const Byte* find_special(const Byte* at, const Byte* end) {
-#if defined(__SSE2__)
-    const __m128i quote = _mm_set1_epi8('"'), escape = _mm_set1_epi8('\\');
-    for (; end - at >= 16; at += 16) {
-        const __m128i data = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-        __m128i found = _mm_or_si128(_mm_cmpeq_epi8(data, quote), _mm_cmpeq_epi8(data, escape));
-        const __m128i control = ASCII_ONLY ? _mm_cmplt_epi8(data, _mm_set1_epi8(0x20))  // signed: others are negative
-                                           : _mm_cmpeq_epi8(_mm_min_epu8(data, _mm_set1_epi8(0x1f)), data);
-        found = _mm_or_si128(found, control);
-        if (const int mask = _mm_movemask_epi8(found)) return at + __builtin_ctz(static_cast<unsigned>(mask));
-    }
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-    for (; end - at >= 16; at += 16) {
-        const uint8x16_t data = vld1q_u8(at);
-        uint8x16_t found = vorrq_u8(vceqq_u8(data, vdupq_n_u8('"')), vceqq_u8(data, vdupq_n_u8('\\')));
-        const uint8x16_t control = ASCII_ONLY ? vcltq_s8(vreinterpretq_s8_u8(data), vdupq_n_s8(0x20))
-                                              : vcltq_u8(data, vdupq_n_u8(0x20));
-        found = vorrq_u8(found, control);
-        const uint8x8_t halves = vshrn_n_u16(vreinterpretq_u16_u8(found), 4);  // four bits for each byte
-        if (const uint64_t mask = vget_lane_u64(vreinterpret_u64_u8(halves), 0)) return at + __builtin_ctzll(mask) / 4;
-    }
-#endif
-    for (; at < end; ++at)
-        if (*at == '"' || *at == '\\' || *at < 0x20 || (ASCII_ONLY && *at >= 0x80)) return at;
-    throw Unsure{};
-}
 
 inline const Byte* skip_space(const Byte* at, const Byte* end) {
     while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t')) ++at;
@@ -179,23 +105,16 @@ inline const Byte* check_string(const Byte* at, const Byte* end) {
 }
 
 inline void put_character(unsigned code, Writer& out) {
-    Byte bytes[4];
-    int size = 0;
-    if (code < 0x80) {
-        bytes[size++] = static_cast<Byte>(code);
-    } else {
-        const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
-        bytes[size++] = static_cast<Byte>((more == 1 ? 0xc0 : more == 2 ? 0xe0 : 0xf0) | code >> (6 * more));
-        for (int left = more - 1; left >= 0; --left) bytes[size++] = static_cast<Byte>(0x80 | (code >> (6 * left) & 0x3f));
-    }
-    out.add(bytes, static_cast<size_t>(size));
+    if (code < 0x80) return out.add(static_cast<char>(code));
+    const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
+    out.add(static_cast<char>((more == 1 ? 0xc0 : more == 2 ? 0xe0 : 0xf0) | code >> (6 * more)));
+    for (int left = more - 1; left >= 0; --left) out.add(static_cast<char>(0x80 | (code >> (6 * left) & 0x3f)));
 }
 
 // Writes the text of a string that was checked, from behind its first quote. Returns where it goes on behind the last.
 inline const Byte* put_text(const Byte* at, const Byte* end, Writer& out) {
     for (;;) {
-        const Byte* stop = find_special<false>(at, end);
-        out.add(at, static_cast<size_t>(stop - at));
+        const Byte* stop = put_plain(at, end, out);
         at = stop + 1;
         if (*stop == '"') return at;
         put_character(read_escape(at, end), out);
@@ -206,8 +125,7 @@ inline const Byte* put_text(const Byte* at, const Byte* end, Writer& out) {
 inline const Byte* put_string(const Byte* at, const Byte* end, Writer& out) {
     out.add('"');
     for (;;) {
-        const Byte* stop = find_special<false>(at, end);
-        out.add(at, static_cast<size_t>(stop - at));
+        const Byte* stop = put_plain(at, end, out);
         at = stop + 1;
         if (*stop == '"') break;
         const unsigned code = read_escape(at, end);
@@ -309,14 +227,16 @@ class Names {
     void add(const Span& name) {
         if (count_ == MAX_MEMBERS || name.has_escape()) throw Unsure{};
         for (int place = 0; place < count_; ++place)
-            if (names_[place].text() == name.text()) throw Unsure{};
-        names_[count_++] = name;
+            if (sizes_[place] == name.size() && std::memcmp(begins_[place], name.begin, name.size()) == 0) throw Unsure{};
+        begins_[count_] = name.begin;
+        sizes_[count_++] = name.size();
     }
     int count() const { return count_; }
 
   private:
     int count_ = 0;
-    Span names_[MAX_MEMBERS];
+    const Byte* begins_[MAX_MEMBERS];  // not written before they are counted
+    size_t sizes_[MAX_MEMBERS];
 };
 
 // Checks any value. Returns where it ends.
