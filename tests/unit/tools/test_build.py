@@ -24,7 +24,7 @@ STAND_IN = """#!{python}
 import subprocess, sys
 from pathlib import Path
 words = sys.argv[1:]
-small = ("cpu_features", "native.cpp")
+small = ("cpu_features", "native.")
 if "--version" in words or any(Path(word).name.startswith(small) for word in words):
     sys.exit(subprocess.call(["{compiler}", *words]))
 made = Path(words[words.index("-o") + 1])

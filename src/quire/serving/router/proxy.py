@@ -114,7 +114,10 @@ class Proxy:
 
     def _sent(self, job: Job, choice: Choice, outcome: Outcome) -> None:
         """The first attempt has ended. A task does what more there is to do."""
-        if outcome.kind == "failed" and outcome.is_stale:
+        if outcome.kind == "done" and not job.search.is_open:  # as most are
+            self._release(job)
+            job.client.complete()
+        elif outcome.kind == "failed" and outcome.is_stale:
             self._go_on(job, choice, is_stale=True)
         elif self._end(job, choice, outcome):
             job.client.complete()

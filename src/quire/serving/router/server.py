@@ -21,6 +21,7 @@ from quire.serving.router.choice import Chooser
 from quire.serving.router.client_connection import ClientConnection, ConnectionState, Request
 from quire.serving.router.health import HealthChecks
 from quire.serving.router.local import LocalPages
+from quire.serving.router.prompt_keys import why_not_compiled
 from quire.serving.router.proxy import Proxy
 from quire.serving.router.replica_set import ReplicaSet
 
@@ -122,6 +123,8 @@ async def serve_until_signal(
     loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:
         async with router.running(listener):
+            if reason := why_not_compiled():
+                logger.info("requests cost the router more time: %s", reason)
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
