@@ -23,8 +23,8 @@ LONG := $(addprefix tests/,browser clients families parity engine/test_groups.py
   $(addprefix http/test_,deaths.py disaggregation.py guides.py hostile_grammars.py processes.py ranks.py ray_serve.py replicas.py schemathesis.py) \
   $(addprefix unit/,kernels/native/test_emulated_paths.py kernels/native/test_paths.py kernels/triton/test_compiling.py runtime/executor runtime/parallel \
   runtime/worker/test_prefill_scratch.py runtime/worker/test_prepare.py runtime/worker/test_stage_graphs.py runtime/worker/test_windows.py serving/process/test_supervisor.py serving/test_coming_from.py))
-BUILT_FROM := pyproject.toml setup.py constraints.txt src/quire/kernels/native/paths.py \
-  $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
+BUILT_FROM := pyproject.toml setup.py constraints.txt src/quire/kernels/native/paths.py src/quire/serving/router/native.py \
+  $(wildcard $(addprefix src/quire/,kernels/native/*.cpp kernels/native/*.h serving/router/*.cpp serving/router/*.h))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -92,7 +92,7 @@ sanitize: $(DEV_STAMP) ## run the CPU kernels under GCC's address, undefined and
 	$(BIN)/python tools/sanitize.py $(ARGS)
 
 clean: ## remove the virtual environment, caches and build outputs
-	rm -rf $(VENV) $(CLIENTS) tests/clients/javascript/node_modules build dist src/*.egg-info src/quire/kernels/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) tests/clients/javascript/node_modules build dist src/*.egg-info src/quire/kernels/native/*.so src/quire/serving/router/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

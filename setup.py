@@ -1,4 +1,5 @@
-"""Builds the CPU kernels, a library for each instruction set. Without a C++ compiler Quire installs too, on torch."""
+"""Builds the CPU kernels, a library for each instruction set, and the router's compiled code. Without a C++
+compiler Quire installs too, on torch and msgspec."""
 
 import copy
 import ctypes
@@ -18,6 +19,8 @@ FOLDER = Path("src/quire/kernels/native")
 SOURCE, FEATURES = FOLDER / "quire_cpu.cpp", FOLDER / "cpu_features.cpp"
 MODULE = runpy.run_path(str(FOLDER / "paths.py"))
 PATHS, COMPILE, DIGEST = MODULE["PATHS"], list(MODULE["COMPILE"]), MODULE["digest_of_sources"](FOLDER)
+ROUTER = Path("src/quire/serving/router")
+NATIVE = runpy.run_path(str(ROUTER / "native.py"))
 
 
 def _is_clang() -> bool:
@@ -57,8 +60,8 @@ class BuildPaths(build_ext):
             raise OptionError("--sanitize: such a library needs a preloaded runtime; use --build-lib, not --inplace")
 
     def build_extensions(self) -> None:
-        features, *libraries = self.extensions
-        self.extensions = [features]
+        features, router, *libraries = self.extensions
+        self.extensions = [features, router]
         super().build_extensions()
         chosen = self._choose(Path(self.get_ext_fullpath(features.name)))
         needed = [each for each in libraries if _library(each) in chosen]
@@ -66,7 +69,7 @@ class BuildPaths(build_ext):
         super().build_extensions()
         if not self._is_in_place:  # in place, only what is new is copied
             self.extensions = needed
-        self.extensions.append(features)
+        self.extensions += [features, router]
 
     def build_extension(self, ext: Extension) -> None:
         own = copy.copy(self)  # all are made of one source: each needs a folder of its own for its object
@@ -110,13 +113,15 @@ def _holds_digest(library: Path) -> bool:
     return library.is_file() and DIGEST.encode() in library.read_bytes()
 
 
-def _extension(name: str, source: Path, compile_args: list[str], link_args: list[str]) -> Extension:
+def _extension(
+    name: str, source: Path, compile_args: list[str], link_args: list[str], digest: str = DIGEST
+) -> Extension:
     return Extension(
-        f"quire.kernels.native.{name}",
+        ".".join((*source.parent.parts[1:], name)),
         [str(source)],
         language="c++",
         optional=True,
-        define_macros=[("QUIRE_SOURCE", f'"{DIGEST}"')],
+        define_macros=[("QUIRE_SOURCE", f'"{digest}"')],
         extra_compile_args=compile_args,
         extra_link_args=link_args,
     )
@@ -139,6 +144,13 @@ setup(
     cmdclass={"build_ext": BuildPaths},
     ext_modules=[
         _extension("_features", FEATURES, ["-O1", "-g0", "-std=c++17"], []),
+        _extension(
+            NATIVE["NAME"],
+            ROUTER / "native.cpp",
+            list(NATIVE["COMPILE"]),
+            [],
+            NATIVE["digest_of_sources"](ROUTER),
+        ),
         *(_extension(f"_cpu_{name}", SOURCE, [*COMPILE, *flags], LINK) for name, flags in LIBRARIES.items()),
     ],
 )

@@ -167,6 +167,26 @@ def test_a_head_that_is_known_names_the_replica_that_gets_it() -> None:
     run(test)
 
 
+def test_a_key_that_was_replaced_opens_nothing_though_the_head_is_known() -> None:
+    async def test() -> None:
+        stub = StubReplica("a")
+        async with bench(stub, access=CLIENTS) as one:
+
+            async def ask() -> int:
+                return (await one.client.post("/v1/completions", json={}, headers=bearer("ann"))).status_code
+
+            assert [await ask() for _ in range(3)] == [200] * 3
+            (known,) = one.router._state.heads._heads.values()
+            assert known.admitted_by == one.router.keys.version
+            one.router.keys.replace(AccessConfig(key_digests=digests("bob")))
+            assert await ask() == 401
+            one.router.keys.replace(CLIENTS)
+            assert await ask() == 200
+            assert len(stub.asked) == 4
+
+    run(test)
+
+
 def test_replicas_that_would_mix_the_files_of_clients_are_not_asked_for_them() -> None:
     async def test() -> None:
         stub = StubReplica("a")

@@ -1,4 +1,4 @@
-"""Which libraries of the CPU kernels setup.py builds, and when it builds them again. A script stands in for the
+"""Which libraries setup.py builds, and when it builds those of the CPU kernels again. A script stands in for the
 compiler of the kernels: what it makes holds the command line, and so the digest."""
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import pytest
 
 from quire.kernels.native import loader
 from quire.kernels.native.paths import PATHS, digest_of_sources
+from quire.serving.router import native
 
 ROOT = Path(__file__).parents[3]
-NATIVE = Path("src/quire/kernels/native")
+NATIVE, ROUTER = Path("src/quire/kernels/native"), Path("src/quire/serving/router")
 COMPILER = shutil.which("c++")
 STAND_IN = """#!{python}
 import subprocess, sys
 from pathlib import Path
 words = sys.argv[1:]
-if "--version" in words or any(Path(word).name.startswith("cpu_features") for word in words):
+small = ("cpu_features", "native.")
+if "--version" in words or any(Path(word).name.startswith(small) for word in words):
     sys.exit(subprocess.call(["{compiler}", *words]))
 made = Path(words[words.index("-o") + 1])
 linked = [Path(word) for word in words if word.endswith(".o") and Path(word) != made]
@@ -44,9 +46,11 @@ class Checkout:
         self.native.mkdir(parents=True)
         for name in ("setup.py", "README.md", "LICENSE", "pyproject.toml"):
             shutil.copy(ROOT / name, folder)
-        for file in (ROOT / NATIVE).iterdir():
-            if file.suffix in (".h", ".cpp", ".py"):
-                shutil.copy(file, self.native)
+        (folder / ROUTER).mkdir(parents=True)
+        for part in (NATIVE, ROUTER):
+            for file in (ROOT / part).iterdir():
+                if file.suffix in (".h", ".cpp", ".py"):
+                    shutil.copy(file, folder / part)
         self._compiler = folder / "compiler"
         self._compiler.write_text(STAND_IN.format(python=sys.executable, compiler=COMPILER))
         self._compiler.chmod(0o755)
@@ -81,6 +85,8 @@ def test_a_checkout_gets_the_best_path_of_this_cpu_and_the_portable_one(checkout
     assert checkout.build("build_ext", "--inplace") == checkout.libraries() == here
     assert checkout.build("build_ext", "--inplace", "--paths", "all") == ALL - here
     assert checkout.libraries() == ALL
+    (library,) = (checkout.folder / ROUTER).glob("_native.*.so")
+    assert native.digest_of_sources(checkout.folder / ROUTER).encode() in library.read_bytes()
 
 
 def test_a_wheel_gets_every_path(checkout: Checkout) -> None:
@@ -90,6 +96,8 @@ def test_a_wheel_gets_every_path(checkout: Checkout) -> None:
         names = [Path(name).name for name in archive.namelist()]
     assert {name.removeprefix("_cpu_").partition(".")[0] for name in names if name.startswith("_cpu_")} == ALL
     assert any(name.startswith("_features.") for name in names)
+    assert any(name.startswith("_native.") for name in names)
+    assert {"native.cpp", "json_runs.h", "json_text.h", "prefix_tree.h"} < set(names)
 
 
 def test_a_library_is_built_again_when_its_sources_or_flags_have_changed(checkout: Checkout) -> None:

@@ -13,13 +13,16 @@ _PERSON = b"quire client"  # BLAKE2 personalization
 
 
 class KeyRing:
-    """Holds the digests of API keys and admin keys, and checks the key that a request brings."""
+    """Holds the digests of API keys and admin keys, and checks the key that a request brings. `version` counts how
+    often the keys were replaced."""
 
     def __init__(self, access: AccessConfig) -> None:
+        self.version = 0
         self.replace(access)
 
     def replace(self, access: AccessConfig) -> None:
         """Replace all keys. Requests from now on need one of these."""
+        self.version += 1
         self._api = [bytes.fromhex(digest) for digest in access.key_digests]
         self._routers = [bytes.fromhex(digest) for digest in access.router_digests]
         self._admin = [bytes.fromhex(digest) for digest in access.admin_digests]

@@ -39,37 +39,44 @@ class Chooser:
     def choose(self, candidates: Sequence[Replica], prompt: Prompt) -> Choice:
         """Choose one of `candidates`, which are not empty, and note the prompt in its tree."""
         keys = prompt.keys
-        held = [replica.tree.match(keys) for replica in candidates]
-        place, reason = self._choose(candidates, prompt, [CHUNK_ENDS[count] for count in held])
-        replica = candidates[place]
-        replica.tree.insert(keys, held[place])
-        return Choice(replica, reason, CHUNK_ENDS[held[place]])
+        if len(candidates) == 1:
+            return Choice(candidates[0], _reason(prompt), CHUNK_ENDS[candidates[0].tree.insert(keys)])
+        matches = [replica.tree.match(keys) for replica in candidates]
+        place, reason = self._choose(candidates, prompt, matches)
+        candidates[place].tree.insert(keys, matches[place])
+        return Choice(candidates[place], reason, CHUNK_ENDS[matches[place]])
 
-    def _choose(
-        self, candidates: Sequence[Replica], prompt: Prompt, matches: Sequence[int]
-    ) -> tuple[int, Literal["prefix", "session", "load"]]:
-        """The place of a replica, and why it is chosen. `matches`: the bytes that each has."""
-        free = self._within_bound(candidates)
-        best, least = max(matches), min(matches)
-        if best > least and best - least >= self._config.least_gain * prompt.num_bytes:
-            longest = [place for place in free if matches[place] == best]
-            if longest:
-                return self._among(candidates, longest, prompt.session), "prefix"
-        return self._among(candidates, free, prompt.session), "session" if prompt.session else "load"
-
-    def _within_bound(self, candidates: Sequence[Replica]) -> list[int]:
-        """The places of the replicas that are not overloaded. There is always one: the least loaded."""
+    def _choose(self, candidates: Sequence[Replica], prompt: Prompt, matches: Sequence[int]) -> tuple[int, Reason]:
+        """The place of a replica, and why it is chosen. `matches`: the chunks that each has. One whose load is within
+        the bound is chosen, or else the least loaded."""
         loads = [replica.load for replica in candidates]
         bound = self._config.load_factor * sum(loads) / len(loads) + self._config.load_slack
-        return [place for place, load in enumerate(loads) if load < bound] or [loads.index(min(loads))]
-
-    def _among(self, candidates: Sequence[Replica], places: Sequence[int], session: str) -> int:
+        places: Sequence[int] = range(len(loads))
+        if max(loads) >= bound:
+            places = [place for place in places if loads[place] < bound] or [loads.index(min(loads))]
+        most, reason = max(matches), _reason(prompt)
+        gain = CHUNK_ENDS[most] - CHUNK_ENDS[min(matches)]
+        if gain > 0 and gain >= self._config.least_gain * prompt.num_bytes:
+            longest = [place for place in places if matches[place] == most]
+            if longest:
+                places, reason = longest, "prefix"
         if len(places) == 1:
-            return places[0]
-        if session:
-            return max(places, key=lambda place: rendezvous_weight(session, candidates[place].name))
-        first, second = self._rng.sample(places, 2)
-        return first if candidates[first].load <= candidates[second].load else second
+            return places[0], reason
+        if prompt.session:
+            return max(places, key=lambda place: rendezvous_weight(prompt.session, candidates[place].name)), reason
+        first, second = self._two_of(places)
+        return first if loads[first] <= loads[second] else second, reason
+
+    def _two_of(self, places: Sequence[int]) -> tuple[int, int]:
+        """Two random ones of at least two; `random.sample` takes three times as long."""
+        count, random_part = len(places), self._rng.random
+        first, second = int(random_part() * count), int(random_part() * (count - 1))
+        return places[first], places[second + (second >= first)]
+
+
+def _reason(prompt: Prompt) -> Reason:
+    """Why a replica is chosen that has no longer match than others."""
+    return "session" if prompt.session else "load"
 
 
 def rendezvous_weight(session: str, name: str) -> bytes:

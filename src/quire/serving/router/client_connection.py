@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http
 import math
-from collections.abc import Callable, Coroutine, Hashable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import unquote
@@ -36,7 +36,7 @@ class Request:
     pairs: list[tuple[bytes, bytes]]
     headers: dict[bytes, bytes]
     body: bytes
-    forwarded: dict[Hashable, bytes]  # of its head
+    head: Head  # with what is kept of it
     owner: str = ""  # the digest of the API key that the router checked; "": it asks for none
 
 
@@ -47,7 +47,8 @@ class ConnectionState:
         """`handle` begins to answer a request. It calls `complete` when it has, now or later, or `go_on`. It returns
         whether the client may ask for this: nothing is kept of requests of others."""
         self.limits, self.handle, self.root_path = limits, handle, root_path
-        self.heads = KnownHeads(limits["idle_seconds"])
+        self.idle_seconds = limits["idle_seconds"]
+        self.heads = KnownHeads(self.idle_seconds)
         self.connections: set[ClientConnection] = set()
         self.held_bytes = 0  # of bodies, of all connections
         self.is_closing = False
@@ -60,6 +61,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, state: ConnectionState) -> None:
         self._state, self._limits = state, state.limits
         self._loop = asyncio.get_running_loop()
+        self.time = self._loop.time
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
         self._is_busy = False  # a request is being answered
@@ -86,10 +88,6 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = 0
 
     @property
-    def is_open(self) -> bool:
-        return not self._transport.is_closing()
-
-    @property
     def is_busy(self) -> bool:
         return self._is_busy
 
@@ -103,7 +101,7 @@ class ClientConnection(asyncio.Protocol):
         if len(connections) > self._limits["connections"]:
             self._refuse(503, "the router has too many connections; try again later", "too_many_connections")
             return
-        self._expect_by(self._limits["idle_seconds"])
+        self._expect_by(self._state.idle_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the protocol's signature
         self._state.connections.discard(self)
@@ -243,7 +241,7 @@ class ClientConnection(asyncio.Protocol):
     def _answer(self, head: Head, body: bytes) -> bool:
         self._is_http_1_1, self._keeps_alive = head.is_http_1_1, head.keeps_alive and not self._state.is_closing
         self._due, self._is_answered, self._is_busy = math.inf, False, True
-        request = Request(head.method, head.target, head.path, head.pairs, head.headers, body, head.forwarded)
+        request = Request(head.method, head.target, head.path, head.pairs, head.headers, body, head)
         return self._state.handle(request, self)
 
     # ------------------------------------------------------------------------------------------------ a response
@@ -308,11 +306,12 @@ class ClientConnection(asyncio.Protocol):
     def complete(self) -> None:
         """The request is answered: the next one may come."""
         self._is_busy, self._source = False, None
-        self.release_body()
+        if self._held:
+            self.release_body()
         if self._transport.is_closing():
             return
         if self._keeps_alive and not self._state.is_closing:
-            self._expect_by(self._limits["idle_seconds"])
+            self._expect_by(self._state.idle_seconds)
             if self._early:
                 early, self._early = self._early, b""
                 self.data_received(early)

@@ -156,7 +156,8 @@ class ReplicaConnection(asyncio.Protocol):
         receiver, self._receiver = self._receiver, None
         assert receiver is not None
         receiver.end()
-        self.resume()
+        if self._is_paused:
+            self.resume()
         if may_reuse and self.is_open and self._parser.should_keep_alive():
             self._pool.put_back(self)
         else:

@@ -9,6 +9,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quire.serving.router.path_facts import HeadFacts, read_head
+
 MAX_HEADS = 512  # that are kept, the last used
 MAX_HEAD_BYTES = 4_096  # of one that is kept
 _LENGTHS = (b"\r\ncontent-length: ", b"\r\nContent-Length: ")  # as clients write it
@@ -21,7 +23,10 @@ Key = tuple[bytes, bytes]  # what stands before and behind the digits of the con
 @dataclass(slots=True)
 class Head:
     """The head of requests that differ in their bodies alone. Nobody changes its `pairs` and `headers`, of which the
-    content-length is that of some request."""
+    content-length is that of some request.
+
+    `admitted_by` is the version of the keys with which such a request was checked and sent on, -1 for none yet, and
+    `owner` the digest of its key: while the keys stay the same, no request with this head need be checked again."""
 
     method: str
     target: bytes
@@ -33,6 +38,12 @@ class Head:
     body_limit: int
     used_at: float = 0.0  # the last time, by the clock of the loop
     forwarded: dict[Hashable, bytes] = field(default_factory=dict)  # the lines that replicas got for it, see Proxy
+    admitted_by: int = -1
+    owner: str = ""
+    facts: HeadFacts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.facts = read_head(self.method, self.path, self.headers)
 
 
 class WholeRequest(NamedTuple):

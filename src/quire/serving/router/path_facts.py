@@ -1,15 +1,18 @@
-"""What the method and the path of a request tell."""
+"""What the method, the path and the headers of a request tell."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from quire.serving.http.guard import is_for_admins
+from quire.serving.http.key_ring import KEY_HEADERS
 
 _STORED = re.compile(r"/(?:responses|files|batches)/([^/?]+)")
 _OF_TENANT = re.compile(r"/(?:files|batches)(?:/|$)")  # lists and uploads: one replica for each tenant
+_JSON = (b"application/json", b"text/json", b"")
 _KEPT_PATH = 200  # characters of a path whose facts are kept
 
 
@@ -40,4 +43,24 @@ def _read_path(method: str, path: str) -> PathFacts:
         is_admin=path.startswith("/admin"),
         changes_replica=path.startswith("/admin") and not is_look,
         is_fork=path.rstrip("/").endswith("/fork"),
+    )
+
+
+class HeadFacts(NamedTuple):
+    """What the head of a request tells."""
+
+    path: PathFacts
+    may_be_json: bool  # the body
+    tenant: bytes  # what separates the caches of clients: their API key
+    asked: str | None  # the replica that the client names
+
+
+def read_head(method: str, path: str, headers: Mapping[bytes, bytes]) -> HeadFacts:
+    kind = headers.get(b"content-type", b"")
+    asked = headers.get(b"x-replica")
+    return HeadFacts(
+        read_path(method, path),
+        kind in _JSON or kind.partition(b";")[0].strip().lower() in _JSON,
+        next((headers[name] for name in KEY_HEADERS if name in headers), b""),
+        None if asked is None else asked.decode("latin-1"),
     )

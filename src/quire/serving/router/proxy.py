@@ -18,7 +18,7 @@ from quire.serving.router.choice import Choice, Chooser, rendezvous_weight
 from quire.serving.router.client_connection import HOP_BY_HOP, ClientConnection, Request
 from quire.serving.router.connections import ReplicaConnection, ReplicaFailed
 from quire.serving.router.errors import error_body
-from quire.serving.router.path_facts import PathFacts, read_path
+from quire.serving.router.path_facts import HeadFacts, PathFacts
 from quire.serving.router.prompt_keys import Prompt, read_prompt
 from quire.serving.router.relay import Outcome, Relay, is_success
 from quire.serving.router.replica import Replica
@@ -28,7 +28,6 @@ logger = logging.getLogger("quire.router")
 
 _DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"x-replica"}
 _OF_KEY = frozenset({*KEY_HEADERS, CLIENT_HEADER})
-_JSON = (b"application/json", b"text/json", b"")
 _MAX_FORWARDED = 8  # replicas for which a head is kept
 
 
@@ -49,6 +48,9 @@ class Search(NamedTuple):
     name: str = ""
     home: Replica | None = None  # the replica that has it, where the router knows
     is_open: bool = False  # whether replicas are asked one after the other until one has it
+
+
+_NO_SEARCH = Search()
 
 
 @dataclass(slots=True)
@@ -82,9 +84,9 @@ class Proxy:
         for: a connection, a replica that comes up, another attempt.
         """
         self.counts.requests += 1
-        facts = read_path(request.method, request.path)
-        prompt = self._read(request, facts)
-        job = Job(request, client, prompt, self._search(request, prompt, facts), facts, self._config.max_attempts)
+        facts = request.head.facts
+        prompt = _read(request, facts)
+        job = Job(request, client, prompt, self._search(prompt, facts), facts.path, self._config.max_attempts)
         choice = self._choose(job)
         if choice is None:
             self._go_on(job)
@@ -95,7 +97,7 @@ class Proxy:
             if connection is None:
                 self._go_on(job, choice)
             else:
-                self._send(job, choice.replica, connection, lambda outcome: self._sent(job, choice, outcome))
+                self._send(job, choice.replica, connection, partial(self._sent, job, choice))
         except BaseException:
             self._release(job)
             raise
@@ -112,7 +114,10 @@ class Proxy:
 
     def _sent(self, job: Job, choice: Choice, outcome: Outcome) -> None:
         """The first attempt has ended. A task does what more there is to do."""
-        if outcome.kind == "failed" and outcome.is_stale:
+        if outcome.kind == "done" and not job.search.is_open:  # as most are
+            self._release(job)
+            job.client.complete()
+        elif outcome.kind == "failed" and outcome.is_stale:
             self._go_on(job, choice, is_stale=True)
         elif self._end(job, choice, outcome):
             job.client.complete()
@@ -189,7 +194,8 @@ class Proxy:
         replica, job.counted = job.counted, None
         if replica is not None:
             replica.load -= 1
-            self._replicas.forget_if_done(replica)
+            if replica.is_removed:
+                self._replicas.forget_if_done(replica)
 
     def _end(self, job: Job, choice: Choice, outcome: Outcome) -> bool:
         """Count how an attempt ended, and return whether the request has an answer. `left` of the job is 0 where no
@@ -269,7 +275,7 @@ class Proxy:
         """The request line and the headers for a replica, all but the content-length. They are kept with the head,
         which clients send again and again. A UNIX socket has no name: it gets the client's Host. Only the replica's own
         admin keys open its admin paths, so these are always the client's."""
-        kept, place = request.forwarded, (replica.place, request.owner)
+        kept, place = request.head.forwarded, (replica.place, request.owner)
         if (lines := kept.get(place)) is not None:
             return lines
         key, dropped = self._config.replica_key, _DROPPED
@@ -293,16 +299,12 @@ class Proxy:
         return kept[place]
 
     # ------------------------------------------------------------------------------------------------ choosing
-    def _read(self, request: Request, facts: PathFacts) -> Prompt:
-        kind = request.headers.get(b"content-type", b"")
-        if not request.body or (kind not in _JSON and kind.partition(b";")[0].strip().lower() not in _JSON):
-            return Prompt()
-        return read_prompt(request.body, request.headers, tenant_of(request), is_fork=facts.is_fork)
-
-    def _search(self, request: Request, prompt: Prompt, facts: PathFacts) -> Search:
+    def _search(self, prompt: Prompt, facts: HeadFacts) -> Search:
         """What a request looks for. Raises ApiError where the replica that has it is known and cannot be asked."""
-        name = prompt.answer_id or facts.stored
-        if not name or b"x-replica" in request.headers:
+        name = prompt.answer_id or facts.path.stored
+        if not name:
+            return _NO_SEARCH
+        if facts.asked is not None:
             return Search(name)
         home = self._replicas.home_of(name)
         if home is not None and not home.takes_requests:
@@ -313,27 +315,27 @@ class Proxy:
     def _choose(self, job: Job) -> Choice | None:
         """The replica for the next attempt; None: there is none to ask. Raises ApiError for one that the client asked
         for and that cannot be had."""
-        request, prompt, search, tried, facts = job.request, job.prompt, job.search, job.tried, job.facts
-        usable = [replica for replica in self._replicas if replica.takes_requests and replica not in tried]
+        request, search, tried, facts = job.request, job.search, job.tried, job.facts
+        usable = self._replicas.usable(tried)
         if request.owner and self._config.replica_key is not None and (search.name or facts.is_of_tenant):
             usable = self._keeping_owners(usable)
-        if (asked := request.headers.get(b"x-replica")) is not None:
-            return self._asked(asked.decode("latin-1"), usable, tried)
+        if (asked := request.head.facts.asked) is not None:
+            return self._asked(asked, usable, tried)
         if facts.changes_replica:
             message = "x-replica: /admin changes one replica; name it in this header, see /router/status"
             raise ApiError(400, message, code="replica_needed", param="x-replica")
         if search.home is not None:
-            return Choice(search.home, "home", search.home.num_matched(prompt)) if search.home in usable else None
+            return Choice(search.home, "home", search.home.num_matched(job.prompt)) if search.home in usable else None
         if not usable:
             return None
         if facts.is_of_tenant:
-            tenant = hashlib.blake2b(tenant_of(request), digest_size=16).hexdigest()
+            tenant = hashlib.blake2b(request.head.facts.tenant, digest_size=16).hexdigest()
             return Choice(max(usable, key=lambda replica: rendezvous_weight(tenant, replica.name)), "session")
         if facts.is_admin:
             return Choice(usable[0], "home")
-        if prompt.model:
-            usable = [replica for replica in usable if replica.serves(prompt.model)] or usable
-        return self._chooser.choose(usable, prompt)
+        if len(usable) > 1 and (model := job.prompt.model):
+            usable = [one for one in usable if one.models is None or model in one.models] or usable
+        return self._chooser.choose(usable, job.prompt)
 
     def _keeping_owners(self, usable: Sequence[Replica]) -> list[Replica]:
         """The replicas that keep what they store apart by client, though all requests bring the router's key. Raises
@@ -362,12 +364,10 @@ class Proxy:
         return Choice(found, "asked")
 
 
-def tenant_of(request: Request) -> bytes:
-    """What separates the caches of clients: their API key."""
-    for name in KEY_HEADERS:
-        if name in request.headers:
-            return request.headers[name]
-    return b""
+def _read(request: Request, facts: HeadFacts) -> Prompt:
+    if not request.body or not facts.may_be_json:
+        return Prompt()
+    return read_prompt(request.body, request.headers, facts.tenant, is_fork=facts.path.is_fork)
 
 
 def _tell(ended: asyncio.Future[Outcome], outcome: Outcome) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,9 @@ class Outcome:
     is_stale: bool = False  # the connection was kept from an earlier request and had ended since
 
 
+_DONE = Outcome("done", status=200)
+
+
 class Relay:
     """One attempt: a `Receiver` of the replica's response that is the `ResponseSource` of the client.
 
@@ -68,7 +70,7 @@ class Relay:
         self._client, self._replica, self._path, self._waits = client, replica, path, waits
         self._has_body, self._on_id = has_body, on_id
         self._refusals = (*_BUSY, 404) if is_search else _BUSY
-        self._time, self._on_end = asyncio.get_running_loop().time, on_end
+        self._time, self._on_end = client.time, on_end
         self._upstream: ReplicaConnection | None = None
         self._status, self._headers, self._framing = 0, Headers(), b""
         self._kept = b""  # of an event that is not whole, or of a refusal
@@ -117,7 +119,7 @@ class Relay:
         elif self._kept:
             self._client.write(self._kept)
         self._client.finish()
-        self._end(Outcome("done", status=self._status))
+        self._end(_DONE if self._status == 200 else Outcome("done", status=self._status))
 
     def failed(self, reason: str, *, is_stale: bool = False) -> None:
         if not self._has_begun:

@@ -66,10 +66,6 @@ class Replica:
             return "removing"
         return "draining" if self.is_draining else "up" if self.is_up else "down"
 
-    def serves(self, model: str) -> bool:
-        """Whether it may serve a model: it says so, or has not said which it serves."""
-        return not model or self.models is None or model in self.models
-
     def num_matched(self, prompt: Prompt) -> int:
         """The bytes of a prompt that its cache probably holds."""
         return CHUNK_ENDS[self.tree.match(prompt.keys)]

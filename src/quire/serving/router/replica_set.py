@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from quire.config.router import MAX_REPLICAS, ReplicaAddress, RouterConfig
 from quire.serving.http.errors import ApiError
@@ -40,6 +40,11 @@ class ReplicaSet:
 
     def get(self, name: str) -> Replica | None:
         return self._replicas.get(name)
+
+    def usable(self, tried: Sequence[Replica]) -> list[Replica]:
+        """Those that take requests, without those tried already."""
+        takers = [one for one in self._replicas.values() if one.is_up and not one.is_draining and not one.is_removed]
+        return [one for one in takers if one not in tried] if tried else takers
 
     def pool(self, replica: Replica) -> ReplicaPool:
         return self._pools[replica.name]

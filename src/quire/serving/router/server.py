@@ -21,6 +21,7 @@ from quire.serving.router.choice import Chooser
 from quire.serving.router.client_connection import ClientConnection, ConnectionState, Request
 from quire.serving.router.health import HealthChecks
 from quire.serving.router.local import LocalPages
+from quire.serving.router.prompt_keys import why_not_compiled
 from quire.serving.router.proxy import Proxy
 from quire.serving.router.replica_set import ReplicaSet
 
@@ -47,14 +48,20 @@ class Router:
 
     def handle(self, request: Request, client: ClientConnection) -> bool:
         """Begin to answer one request. Returns whether its client may ask for this."""
-        is_allowed = False
+        head = request.head
+        is_allowed = head.admitted_by == self.keys.version
         try:
+            if is_allowed:
+                request.owner = head.owner
+                self.proxy.forward(request, client)
+                return True
             if not request.target.startswith(b"/"):
                 raise ApiError(400, "path: must begin with /; send the path alone", code="bad_http")
             page = self._pages.find(request)
             self._access.check(request, is_page=page is not None)
             is_allowed = True
             if page is None:
+                head.admitted_by, head.owner = self.keys.version, request.owner
                 self.proxy.forward(request, client)
             else:
                 client.go_on(self.proxy.guard(partial(self._pages.answer, page, request, client), request, client))
@@ -116,6 +123,8 @@ async def serve_until_signal(
     loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:
         async with router.running(listener):
+            if reason := why_not_compiled():
+                logger.info("requests cost the router more time: %s", reason)
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)

@@ -5,8 +5,17 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import pytest
+
+from quire.serving.router import prefix_tree
 from quire.serving.router.prefix_tree import PrefixTree
-from quire.serving.router.prompt_keys import CHUNK_BYTES, chunk_keys
+from quire.serving.router.prompt_keys import CHUNK_BYTES, CHUNK_ENDS, chunk_keys
+
+
+@pytest.fixture(autouse=True, params=["as built", "Python"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "Python":
+        monkeypatch.setattr(prefix_tree, "_open_tree", prefix_tree.PythonTree)
 
 
 def keys(text: str, root: int = 0) -> list[int]:
@@ -56,7 +65,8 @@ def test_whatever_is_inserted_and_evicted_a_held_chunk_implies_all_before_it() -
     rng = random.Random(3)
     tree = PrefixTree(40 * CHUNK_BYTES)
     prompts: list[list[int]] = []
-    for _ in range(600):
+    sizes: dict[int, int] = {}
+    for step in range(600):
         base = rng.choice(prompts)[: rng.randint(1, 12)] if prompts and rng.random() < 0.7 else []
         prompt = list(base)
         for _ in range(rng.randint(0 if prompt else 1, 12)):
@@ -65,8 +75,11 @@ def test_whatever_is_inserted_and_evicted_a_held_chunk_implies_all_before_it() -
         tree.insert(prompt)
         if rng.random() < 0.05:
             tree.resize(rng.randint(5, 60) * CHUNK_BYTES)
-        assert tree.num_bytes == sum(tree._used.values()) <= tree.capacity
+        sizes.update((key, CHUNK_ENDS[place + 1] - CHUNK_ENDS[place]) for place, key in enumerate(prompt))
+        assert tree.num_bytes <= tree.capacity
+        if step % 20 == 0:
+            assert tree.num_bytes == sum(size for key, size in sizes.items() if tree.match([key]))
         for other in rng.sample(prompts, min(len(prompts), 10)):
-            held = [key in tree._used for key in other]
+            held = [tree.match([key]) for key in other]
             assert all(before >= after for before, after in pairwise(held))
             assert tree.match(other) == sum(held)

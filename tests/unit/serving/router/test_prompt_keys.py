@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.serving.router import prompt_keys
 from quire.serving.router.prompt_keys import (
     CHUNK_BYTES,
     CHUNK_ENDS,
@@ -18,6 +19,12 @@ from quire.serving.router.prompt_keys import (
 )
 
 LONG = "word " * 400
+
+
+@pytest.fixture(autouse=True, params=["as built", "Python"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "Python":
+        monkeypatch.setattr(prompt_keys, "_READER", "not built")
 
 
 def read(tenant: bytes = b"", headers: dict[bytes, bytes] | None = None, **fields: Any) -> Prompt:

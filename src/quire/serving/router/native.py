@@ -1,0 +1,147 @@
+"""Opens native.cpp: the router's compiled reader of prompts and its prefix tree. setup.py reads this file too."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import secrets
+import sysconfig
+import weakref
+from array import array
+from collections.abc import Sequence
+from ctypes import c_char_p, c_int64, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+NAME = "_native"
+COMPILE = ("-O3", "-g0", "-std=c++17")
+NUM_FOUND = 7  # numbers before the keys, see `read`
+_HERE = Path(__file__).parent
+
+
+_ARGUMENTS: dict[str, list[type[ctypes._SimpleCData[Any]]]] = {
+    "quire_read_prompt": [c_void_p, c_char_p, c_int64, c_char_p, c_int64, c_int64],
+    "quire_chunk_keys": [c_void_p, c_int64, c_char_p, c_int64],
+    "quire_prompt_root": [c_void_p, c_char_p, c_int64, c_char_p, c_int64, c_char_p, c_int64],
+    "quire_match": [c_void_p, c_void_p, c_int64],
+    "quire_insert": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64],
+    "quire_tree_bytes": [c_void_p],
+    "quire_tree_size": [c_void_p],
+    "quire_clear_tree": [c_void_p],
+    "quire_delete_tree": [c_void_p],
+    "quire_new_tree": [],
+}
+_NOTHING = ("quire_clear_tree", "quire_delete_tree")  # they return
+
+
+class Unavailable(Exception):
+    """Why the compiled code cannot be used; one line."""
+
+
+class NativeReader:
+    """Reads a JSON body and hashes its prompt in one call. Keys differ between readers: each has secrets of its own."""
+
+    def __init__(self, chunk_ends: Sequence[int]) -> None:
+        """`chunk_ends`: where the chunks of a prompt end, after a 0. Raises Unavailable."""
+        library = open_library()
+        self._ends, self._found = array("q", chunk_ends), array("q", bytes(8 * (NUM_FOUND + len(chunk_ends))))
+        keys = (c_uint64 * 4)(*(secrets.randbits(64) for _ in range(4)))
+        self._reader = _Reader(keys, _address(self._ends), len(self._ends), _address(self._found))
+        self._at = ctypes.addressof(self._reader)
+        self._read, self._keys = library.quire_read_prompt, library.quire_chunk_keys
+        self._root = library.quire_prompt_root
+
+    def read(self, body: bytes, tenant: bytes, *, is_fork: bool) -> array[int]:
+        """Read a body. Returns where the JSON strings of its model, its session and its stored answer begin and end (0
+        and 0: it has none), the bytes of its prompt, and the keys of the prompt's chunks. Returns nothing for a body
+        that is invalid or has a rare form: then msgspec must read it."""
+        return self._found[: self._read(self._at, body, len(body), tenant, len(tenant), is_fork)]
+
+    def chunk_keys(self, root: int, text: bytes) -> array[int]:
+        """Return the keys of the whole chunks of `text`."""
+        return self._found[: self._keys(self._at, root, text, len(text))]
+
+    def root(self, tenant: bytes, salt: bytes, model: bytes) -> int:
+        """Return the root of the keys of prompts that may share a cache."""
+        return int(self._root(self._at, tenant, len(tenant), salt, len(salt), model, len(model)))
+
+
+class _Reader(ctypes.Structure):
+    """The structure of the same name in native.cpp."""
+
+    _fields_ = (("secrets", c_uint64 * 4), ("ends", c_void_p), ("num_ends", c_int64), ("found", c_void_p))
+
+
+class NativeTree:
+    """Keys of chunks in the order of their last use, for `PrefixTree`."""
+
+    def __init__(self, chunk_ends: Sequence[int]) -> None:
+        """Raises Unavailable."""
+        library = open_library()
+        self._ends = array("q", chunk_ends)
+        self._ends_at = _address(self._ends)
+        self._tree = library.quire_new_tree()
+        if not self._tree:
+            raise MemoryError
+        weakref.finalize(self, library.quire_delete_tree, self._tree)
+        self._match, self._insert, self._clear = library.quire_match, library.quire_insert, library.quire_clear_tree
+        self._bytes, self._size = library.quire_tree_bytes, library.quire_tree_size
+
+    def __len__(self) -> int:
+        return int(self._size(self._tree))
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._bytes(self._tree))
+
+    def match(self, keys: Sequence[int]) -> int:
+        numbers = _numbers(keys)
+        held: int = self._match(self._tree, *numbers.buffer_info())
+        return held
+
+    def insert(self, keys: Sequence[int], count: int, held: int | None, capacity: int) -> int:
+        """Hold the first `count` chunks, of which it holds `held` already (None: as `match` says), then evict what is
+        more than `capacity` bytes. Returns `held`."""
+        numbers = _numbers(keys)
+        at, size = numbers.buffer_info()
+        found: int = self._insert(self._tree, at, size, count, -1 if held is None else held, self._ends_at, capacity)
+        return found
+
+    def clear(self) -> None:
+        self._clear(self._tree)
+
+
+@cache
+def open_library() -> ctypes.PyDLL:
+    """Open the compiled code. Raises Unavailable if it was not built, or from other sources than those here."""
+    file = _HERE / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not file.is_file():
+        raise Unavailable("the router's compiled code was not built; install a C++ compiler and reinstall Quire")
+    try:
+        library = ctypes.PyDLL(str(file))  # keeps Python's lock: a call is shorter than getting it back
+    except OSError as error:
+        raise Unavailable(f"the router's compiled code does not load: {error}") from None
+    if hasattr(library, "quire_router_source"):
+        library.quire_router_source.restype = c_char_p
+        if library.quire_router_source().decode() == digest_of_sources(_HERE):
+            for name, arguments in _ARGUMENTS.items():
+                function = getattr(library, name)
+                function.argtypes, function.restype = arguments, None if name in _NOTHING else c_int64
+            library.quire_new_tree.restype = c_void_p
+            return library
+    raise Unavailable("the router's compiled code was built from other sources; reinstall Quire")
+
+
+def digest_of_sources(folder: Path) -> str:
+    """Return a digest of what the library is compiled from, flags included."""
+    files = (folder / "native.cpp", *sorted(folder.glob("*.h")))
+    return hashlib.sha256(b"".join((" ".join(COMPILE).encode(), *map(Path.read_bytes, files)))).hexdigest()
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
+
+
+def _numbers(keys: Sequence[int]) -> array[int]:
+    return keys if isinstance(keys, array) else array("q", keys)
