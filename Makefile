@@ -66,9 +66,10 @@ bench: $(DEV_STAMP) $(MODEL_STAMP) ## measure the engine's own cost, KV waste an
 	$(BIN)/python -m benchmarks.kv_waste
 	$(BIN)/python -m benchmarks.cpu --quick
 
-soak: $(DEV_STAMP) $(MODEL_STAMP) ## the long runs: attacks, kills, cut connections, crowds (an hour, wants a quiet machine)
+soak: $(DEV_STAMP) $(MODEL_STAMP) ## the long runs: attacks, kills, cut connections, crowds (an hour and a half, wants a quiet machine)
 	QUIRE_SOAK_SEQUENCES=2000 $(BIN)/python -m pytest --soak -q -s tests/soak tests/http/test_streams.py
 	QUIRE_TEST_SEEDS=10000 $(BIN)/python -m pytest -q tests/engine/test_decoding_fuzz.py
+	QUIRE_TEST_SEEDS=30 $(BIN)/python -m pytest -q -n $(WORKERS) tests/families/test_combinations.py
 	QUIRE_TEST_CUTS=10000 $(BIN)/python -m pytest -q tests/unit/serving/text/test_random_cuts.py
 	$(BIN)/python -m pytest --soak -q -m hypothesis tests/unit
 
