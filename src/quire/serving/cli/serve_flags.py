@@ -69,7 +69,11 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     parser.add_argument("-m", "--model", help="the same as MODEL")
     parser.add_argument(
-        "--served-model-name", action="append", metavar="NAME", help="what clients call the model; repeatable"
+        "--served-model-name",
+        action="append",
+        nargs="+",
+        metavar="NAME",
+        help="what clients call the model; several names may follow, and it is repeatable",
     )
     parser.add_argument(
         "--task",
