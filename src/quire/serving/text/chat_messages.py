@@ -6,8 +6,10 @@ For a template that knows no tools, they are described in words, and their calls
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -33,6 +35,7 @@ IMAGE_FIELDS = frozenset({"type", *IMAGE_PARTS, "detail"})
 PLACEHOLDER: Message = {"type": "image"}  # a part that stands for an image that was taken out
 CALL_FIELDS = frozenset({"id", "type", "index", "function", "name", "arguments"})
 FUNCTION_FIELDS = frozenset({"name", "arguments"})
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _DESCRIPTION = """\
 You can call functions. They are described between these tags, one in a line:
@@ -286,9 +289,33 @@ def _wrapped(call: Message) -> Message:
     return {**call, "function": written} if "function" in call else written
 
 
-def write_calls(messages: Sequence[Message]) -> list[Message]:
-    """A conversation that was checked, with calls and results as text. Without any it stays as it is."""
+def write_calls(messages: Sequence[Message], *, list_mark: str = "") -> list[Message]:
+    """A conversation that was checked, with calls and results as text. Without any it stays as it is.
+
+    With `list_mark`, calls are a JSON list behind it, as Granite 3 writes them, and results stay messages.
+    """
+    if list_mark:
+        return [_listed(message, list_mark) for message in messages]
     return [_written(message) for message in messages]
+
+
+def shorten_call_ids(messages: Sequence[Message]) -> list[Message] | None:
+    """A conversation that was checked, with nine letters and digits for every call id that has a longer or other form,
+    for Mistral's templates, which take no others. None where all ids have that form."""
+    short: list[Message] = []
+    for message in messages:
+        changed = dict(message)
+        if message.get("tool_calls"):
+            changed["tool_calls"] = [_with_short_id(call, "id") for call in message["tool_calls"]]
+        short.append(_with_short_id(changed, "tool_call_id"))
+    return None if short == list(messages) else short
+
+
+def _with_short_id(holder: Message, field: str) -> Message:
+    call_id = holder.get(field)
+    if not isinstance(call_id, str) or _SHORT_ID.fullmatch(call_id):
+        return holder
+    return {**holder, field: hashlib.sha256(call_id.encode()).hexdigest()[:9]}
 
 
 def describe_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
@@ -318,6 +345,14 @@ def _written(message: Message) -> Message:
     return {**kept, "content": "\n".join(text for text in texts if text)}
 
 
+def _listed(message: Message, mark: str) -> Message:
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = json.dumps([_call_object(call) for call in message["tool_calls"]], ensure_ascii=False)
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": f"{message_text(message)}{mark}{calls}"}
+
+
 def _joined(first: str | list[Message] | None, second: str | list[Message] | None) -> str | list[Message]:
     """Two contents, one behind the other. Where one has images, parts of both."""
     if isinstance(first, list) or isinstance(second, list):
@@ -332,6 +367,9 @@ def _parts(content: str | list[Message] | None) -> list[Message]:
 
 
 def _call(call: Message) -> str:
+    return f"{START}\n{json.dumps(_call_object(call), ensure_ascii=False)}\n{END}"
+
+
+def _call_object(call: Message) -> Message:
     function = call.get("function", call)
-    written = {"name": function["name"], "arguments": function.get("arguments") or {}}
-    return f"{START}\n{json.dumps(written, ensure_ascii=False)}\n{END}"
+    return {"name": function["name"], "arguments": function.get("arguments") or {}}
