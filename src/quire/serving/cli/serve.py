@@ -100,12 +100,16 @@ def _source(args: argparse.Namespace) -> ModelSource:
 
     if args.model is not None and args.model_name is not None and args.model != args.model_name:
         raise ConfigError("model", f"is given twice: {args.model_name} and {args.model}", "give it once")
-    names = tuple(args.served_model_name or ())
+    given = args.served_model_name or ()
+    names = [name for several in given for name in several]
+    model = args.model_name or args.model
+    if model is None and given and len(given[-1]) > 1:  # `--served-model-name NAME MODEL`
+        model = names.pop()
     if any(not name.strip() for name in names):
         raise ConfigError("served_model_name", "is empty", "give a name or leave it out")
     check_generation_config(args.generation_config or "auto", args.override_generation_config)
     return ModelSource(
-        model=args.model_name or args.model or DEFAULT,
+        model=model or DEFAULT,
         tokenizer=args.tokenizer,
         load_format=args.load_format,
         served_names=tuple(dict.fromkeys(names)),

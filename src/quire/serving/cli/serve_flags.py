@@ -70,8 +70,9 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     parser.add_argument(
         "--served-model-name",
         action="append",
+        nargs="+",
         metavar="NAME",
-        help="name of the model for clients; repeatable (the model's own name)",
+        help="names of the model for clients, one or several; repeatable (the model's own name)",
     )
     parser.add_argument(
         "--task",

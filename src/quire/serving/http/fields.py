@@ -231,6 +231,11 @@ FOREIGN_SAMPLING = (
     not_supported("dry_multiplier", "DRY repetition penalty.", 0, why=_FOREIGN),
     not_supported("xtc_probability", "Excluding top choices.", 0, why=_FOREIGN),
     not_supported("no_repeat_ngram_size", "Forbidding repeated n-grams.", 0, why=_FOREIGN),
+    not_supported("top_n_sigma", "Sampling by distance from the largest logit.", -1, 0, why=_FOREIGN),
+    not_supported("adaptive_target", "Adaptive sampling.", -1, why=_FOREIGN),
+    not_supported("stop_regex", "Ending an answer by a regex.", [], "", why="is not supported yet: use stop"),
+    not_supported("custom_logit_processor", "Code of plug-ins.", why="would run code of the client"),
+    not_supported("custom_params", "Arguments of plug-ins.", {}, why="belongs to plug-ins"),
     not_supported("guided_whitespace_pattern", "White space in JSON.", why="cannot be chosen here"),
 )  # fmt: skip
 
@@ -262,6 +267,9 @@ NOT_SUPPORTED = (
     not_supported("routed_experts_prompt_start", "Which experts were used."),
     not_supported("vllm_xargs", "Arguments for plug-ins."),
     not_supported("logits_processors", "Arguments for plug-ins.", []),
+    not_supported("input_ids", "A prompt as token ids.", why="belongs to /generate; /v1/completions has prompt"),
+    not_supported("lora_path", "A LoRA adapter.", why="belongs to /generate; here model names the adapter"),
+    not_supported("return_hidden_states", "Hidden states.", False),
 )  # fmt: skip
 
 

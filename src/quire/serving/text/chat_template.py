@@ -17,11 +17,13 @@ from quire.serving.text.chat_messages import (
     check_tools,
     describe_tools,
     developers_as_system,
+    shorten_call_ids,
     wrap_text_arguments,
     write_calls,
 )
 from quire.serving.text.template_budget import Budget, TemplateLimits, TemplateTooCostly
 from quire.serving.text.template_sandbox import TemplateEnvironment
+from quire.serving.text.tool_calls import granite
 from quire.types.errors import InvalidRequest, ModelLoadError
 
 if TYPE_CHECKING:
@@ -114,10 +116,11 @@ class ChatTemplate:
         conversation, offered = check_messages(messages, data, self.limits), check_tools(tools, data)
         if "developer" not in self._source:
             conversation = developers_as_system(conversation)
-        if not self.writes_calls:
-            conversation = write_calls(conversation)
         if offered and not self.reads_tools:
-            conversation, offered = describe_tools(conversation, offered), None
+            conversation, offered = describe_tools(write_calls(conversation), offered), None
+        elif not self.writes_calls:
+            is_granite = self.reads_tools and granite.MARK in self._source
+            conversation = write_calls(conversation, list_mark=granite.MARK if is_granite else "")
         values = {
             "documents": None,
             **self._tokens,
@@ -130,11 +133,17 @@ class ChatTemplate:
         try:
             prompt = self._run(values, data.size)
         except InvalidRequest:
-            wrapped = wrap_text_arguments(conversation)
-            if wrapped is None:
+            changed = self._rewritten(conversation)
+            if changed is None:
                 raise
-            prompt = self._run({**values, "messages": wrapped}, data.size)
+            prompt = self._run({**values, "messages": changed}, data.size)
         return prompt if final is None else _cut_at_mark(prompt, final)
+
+    def _rewritten(self, conversation: list[Message]) -> list[Message] | None:
+        """A conversation that was refused, in a form that this template may take; None: there is no other."""
+        wrapped = wrap_text_arguments(conversation)
+        shortened = shorten_call_ids(wrapped or conversation) if "length != 9" in self._source else None
+        return shortened or wrapped
 
     def _allowed(self, name: str, value: Any) -> Any:
         if name not in self.variables:

@@ -63,7 +63,7 @@ class PlainReader:
 
 def held_back(text: str, marker: str) -> int:
     """Return how many characters at the end of `text` may be the beginning of `marker`."""
-    for count in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:count]):
-            return count
-    return 0
+    place = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while place >= 0 and not marker.startswith(text[place:]):
+        place = text.find(marker[0], place + 1)
+    return len(text) - place if place >= 0 else 0

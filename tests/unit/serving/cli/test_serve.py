@@ -86,6 +86,21 @@ def test_flags_become_settings(tmp_path: Path) -> None:
     assert (made.log_level, made.log_format) == ("debug", "json")
 
 
+@pytest.mark.parametrize(
+    ("flags", "model", "names"),
+    [
+        (["m.gguf", "--served-model-name", "a", "b"], "m.gguf", ("a", "b")),
+        (["--model", "m.gguf", "--served-model-name", "a", "b", "--port", "0"], "m.gguf", ("a", "b")),
+        (["--served-model-name", "a", "b", "-m", "m.gguf"], "m.gguf", ("a", "b")),
+        (["--served-model-name", "a", "m.gguf"], "m.gguf", ("a",)),
+        (["m.gguf", "--served-model-name", "a", "b", "--served-model-name", "c", "a"], "m.gguf", ("a", "b", "c")),
+    ],
+)
+def test_one_flag_takes_several_served_names(flags: list[str], model: str, names: tuple[str, ...]) -> None:
+    source = config(*flags).source
+    assert (source.model, source.served_names) == (model, names)
+
+
 def test_keys_come_from_flags_a_file_and_the_environment_and_only_their_digests_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,8 @@ Strings are written without quotes; values of all other types are JSON.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from quire.serving.text.lark import LarkGrammar, json_rule, one_of
 from quire.serving.text.parts import held_back
@@ -56,7 +58,7 @@ class Qwen3CoderReader(CallReader):
             return False
         self._begin_call(name)
         self._taken = []
-        count = 0
+        count, self._missing = 0, list(self._properties(name))
         while True:
             yield from self._skip_space()
             came = yield from self._accept(PARAMETER, FUNCTION_END)
@@ -71,11 +73,30 @@ class Qwen3CoderReader(CallReader):
         yield from self._accept(END)
         return True
 
-    def _read_value(self, function: str, key: str, lead: str) -> Reading[None]:
+    def _properties(self, function: str) -> Mapping[str, Any]:
         properties = self._parameters.get(function, {}).get("properties")
-        schema = properties.get(key) if isinstance(properties, dict) else None
+        return properties if isinstance(properties, dict) else {}
+
+    def _value_ends(self) -> tuple[str, ...]:
+        """Return the texts that end a value: its tag, and what follows where the model forgot that.
+
+        Only a parameter that is still missing ends the one before it, so that values may show tags.
+        """
+        following = (f"\n{PARAMETER}{name}>" for name in self._missing)
+        return PARAMETER_END, f"\n{FUNCTION_END}\n{END}", *following
+
+    def _end_value(self) -> None:
+        """Put back what ended a value if it was not its own tag."""
+        if self._ended_by != PARAMETER_END:
+            self._buffer = self._ended_by + self._buffer
+
+    def _read_value(self, function: str, key: str, lead: str) -> Reading[None]:
+        if key in self._missing:
+            self._missing.remove(key)
+        schema = self._properties(function).get(key)
         if types_of(schema) not in (frozenset(), frozenset({"string"})):
-            text = (yield from self._take_until(PARAMETER_END)).removeprefix("\n").removesuffix("\n")
+            text = (yield from self._take_until(*self._value_ends())).removeprefix("\n").removesuffix("\n")
+            self._end_value()
             self._add_arguments(f"{lead}{json.dumps(key)}: {text_to_json(text, schema)}")
             self._taken = []
             return
@@ -93,13 +114,17 @@ class Qwen3CoderReader(CallReader):
 
     def _pass_string(self) -> Reading[None]:
         """Pass on the text up to the end tag as the content of a JSON string, without the line break before the tag."""
+        ends = self._value_ends()
         while True:
-            place = self._buffer.find(PARAMETER_END)
-            if place >= 0:
-                self._add_arguments(_escaped(self._take(place).removesuffix("\n")))
-                self._take(len(PARAMETER_END))
+            found = [(place, end) for end in ends if (place := self._buffer.find(end)) >= 0]
+            if found:
+                place, self._ended_by = min(found)
+                text = self._take(place)
+                self._add_arguments(_escaped(text.removesuffix("\n") if self._ended_by == PARAMETER_END else text))
+                self._take(len(self._ended_by))
+                self._end_value()
                 return
-            held = max(held_back(self._buffer, f"\n{PARAMETER_END}"), held_back(self._buffer, PARAMETER_END))
+            held = max(held_back(self._buffer, end) for end in (f"\n{PARAMETER_END}", *ends))
             self._add_arguments(_escaped(self._take(len(self._buffer) - held)))
             self._taken = []
             yield from self._more()

@@ -70,6 +70,12 @@ CASES: dict[tuple[str, str], Joined] = {
      "</tool_call>")): [
         ("call", "g"), ("arguments", "{}"), ("call", "f"), ("arguments", '{"ok": null}'),
     ],
+    ("qwen3_coder", "<function=f><parameter=q>x\n<parameter=b>\n<parameter=a>\n1\n</function>\n</tool_call>"): [
+        ("call", "f"), ("arguments", '{"q": "x\\n<parameter=b>", "a": 1}'),
+    ],
+    ("qwen3_coder", "<function=f><parameter=q></function>\n\n</function>\n</tool_call>"): [
+        ("call", "f"), ("arguments", '{"q": "</function>\\n"}'),
+    ],
     ("deepseek_v3", ("so<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```"
      "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜>"
      "<｜tool▁calls▁end｜>")): [
