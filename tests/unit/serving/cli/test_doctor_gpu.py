@@ -48,7 +48,7 @@ def test_ceilings_and_kernels_are_printed_as_tables(capsys: pytest.CaptureFixtur
     assert main(["doctor", "--gpu"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("NVIDIA a gpu, torch ")
-    assert "read stream                      4.70 TB/s" in said
+    assert "read stream                   4.70 TB/s" in said
     assert "790 TFLOP/s" in said
     assert line_of(READING) in said
 

@@ -147,10 +147,10 @@ def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        (["--url", "ftp://host"], "url: 'ftp://host' is no address"),
-        (["--url", "http://host:port"], "url: 'http://host:port' is no address"),
-        (["--url", "http://h", "--dtype", "float32"], "dtype: is decided by the server"),
-        (["--url", "http://h", "--load-format", "dummy"], "load_format: is decided by the server"),
+        (["--url", "ftp://host"], "url: 'ftp://host' is not the address"),
+        (["--url", "http://host:port"], "url: 'http://host:port' is not the address"),
+        (["--url", "http://h", "--dtype", "float32"], "dtype: is a setting of the server"),
+        (["--url", "http://h", "--load-format", "dummy"], "load_format: is a setting of the server"),
         (["--api-key", "k"], "api_key: is for a server; give --url too"),
     ],
 )
