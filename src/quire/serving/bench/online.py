@@ -121,7 +121,8 @@ def _write(
         report: dict[str, Any] = {"machine": machine(), "model": target.model, "arguments": asked, "runs": summaries}
         if args.detail:
             for summary, (_, timelines) in zip(summaries, runs, strict=True):
-                summary["timelines"] = [asdict(timeline) for timeline in timelines]
+                start = min((timeline.planned_at for timeline in timelines), default=0.0)
+                summary["timelines"] = [asdict(timeline.since(start)) for timeline in timelines]
         write_json(args.output, report)
         print(f"wrote {args.output}", file=sys.stderr)
     if args.plot is not None:

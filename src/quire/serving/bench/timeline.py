@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -30,6 +30,16 @@ class Timeline:
     num_prompt_tokens: int
     num_output_tokens: int
     error: str | None = None
+
+    def since(self, start: float) -> Timeline:
+        """Return the same with times that count from `start`."""
+        return replace(
+            self,
+            planned_at=self.planned_at - start,
+            sent_at=self.sent_at - start,
+            ended_at=self.ended_at - start,
+            events=tuple(event - start for event in self.events),
+        )
 
     @property
     def ttft(self) -> float:

@@ -39,6 +39,8 @@ def test_an_open_loop_sends_every_request_and_writes_its_report(
         assert (run["completed"], run["output_tokens"], run["goodput_share"]) == (12, 36, 1.0)
         assert run["ttft_ms"]["p99"] >= run["ttft_ms"]["p50"] > 0
         assert len(run["timelines"]) == 12
+        assert min(timeline["planned_at"] for timeline in run["timelines"]) == 0.0
+        assert all(0.0 <= time <= 60.0 for timeline in run["timelines"] for time in timeline["events"])
     assert "hidden-key" not in output.read_text()
     assert plot.read_text().startswith("<svg")
     assert len(stub.asked) == 25
