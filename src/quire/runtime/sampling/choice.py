@@ -1,7 +1,7 @@
 """The last step of sampling: from transformed logits to one token per row, by temperature, min_p, top_k and top_p.
 
-Where no token could be chosen, a negative mark takes the token id's place on the device, so that nobody waits there to
-find out; the worker asks for the reasons when the ids have reached the host.
+If no token can be chosen for a row, its token id is a negative error code on the device, which costs no
+synchronization. `row_failures` reads the codes when the ids are on the host.
 """
 
 from __future__ import annotations
@@ -39,33 +39,31 @@ _LINES_AT_ONCE = 64  # rows drawn together; bounds the scratch memory to a few d
 
 
 class Choice(Protocol):
-    """How tokens are chosen. Every way gives a row the same token, wherever exp rounds alike."""
+    """Chooses tokens from logits. All implementations choose the same tokens if their exp rounds alike."""
 
     @property
     def takes_any_dtype(self) -> bool:
-        """Whether logits need not be float32."""
+        """Whether `choose` and `mask` take logits of any dtype; else they take float32."""
 
     def add(self, new: NewRow) -> None:
-        """Take in a row's parameters."""
+        """Store the sampling parameters of a new row."""
 
     def remove(self, row: int) -> None:
         """Forget a row. Idempotent."""
 
     def prepare(self, rows: Ints) -> Any:
-        """What `choose` needs to know of a batch, worked out when its rows or their parameters change."""
+        """Return what `choose` needs for a batch of rows. Called when the rows or their parameters change."""
 
     def mask(self, logits: Tensor, masks: Masks, prepared: Any, samples: Samples) -> None:
-        """Ban what is not allowed in the masked ones of `samples` in logits [S, vocab], and ids past the masks' bits.
-
-        The logits are float32 unless any dtype is taken.
-        """
+        """Set the logits [S, vocab] of tokens that the masks of `samples` ban to -inf, and those of ids past the masks'
+        last bit."""
 
     def forget_masks(self, rows: Ints) -> None:
         """Discard the masks kept for these rows. Other ranks may have been given newer ones, so `Masks.changed` does
         not compare the next masks with those that `mask` was given last."""
 
     def choose(self, logits: Tensor, prepared: Any, step: Step) -> Tensor:
-        """Token ids [S], int64, from logits [S, vocab], which may be overwritten; negative for rows that failed."""
+        """Return token ids [S], int64, from logits [S, vocab], which may be overwritten. Negative ids: error codes."""
 
     def check(self) -> None: ...
 
@@ -78,7 +76,7 @@ class _Batch:
 
 
 class TorchChoice:
-    """By torch, on any device: only what the rows of a batch ask for is computed."""
+    """Chooses by torch, on any device. Computes only the filters that rows of the batch use."""
 
     takes_any_dtype = False
 
@@ -148,7 +146,7 @@ class TorchChoice:
 
 
 def _joined(chosen: list[tuple[Part, Tensor]]) -> Tensor:
-    """The tokens of a batch's parts, in the batch's order."""
+    """Join the token ids of a batch's parts in the order of the batch."""
     first_part, first_ids = chosen[0]
     if first_part.whole:
         return first_ids
@@ -159,15 +157,15 @@ def _joined(chosen: list[tuple[Part, Tensor]]) -> Tensor:
 
 
 def mark_failures(token_ids: Tensor, best: Tensor) -> Tensor:  # [S], [S] -> [S]
-    """Token ids, negative where a row's highest transformed logit `best` is no finite number."""
+    """Replace token ids by error codes where the row's largest transformed logit `best` is not finite."""
     mark = torch.where(best == float("-inf"), NOTHING_ALLOWED, NOT_FINITE)
     return torch.where(best.isfinite(), token_ids, mark)
 
 
 def row_failures(rows: Ints, token_ids: Ints, masked: Ints = NO_ROWS) -> tuple[RowFailure, ...]:
-    """The rows of a batch one of whose ids, as `Sampler.sample` gave it and now on the host, is a mark and no token.
+    """Return the failures of rows whose token ids, copied to the host, are error codes of `Sampler.sample`.
 
-    `masked` are the places of samples under a grammar's mask.
+    `masked` are the indices of samples that had a grammar's mask.
     """
     if not len(token_ids) or token_ids.min() >= 0:
         return ()

@@ -1,4 +1,4 @@
-"""Tokens chosen by the compiled CPU kernels: one call for all rows, however they are chosen."""
+"""Chooses tokens by the compiled CPU kernels, in one call for all rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.types.step import Ints, Masks, NewRow
 
 
 class NativeChoice:
-    """The tokens of TorchChoice, where torch's exponential is that of its vector units."""
+    """Chooses the same tokens as TorchChoice, if torch uses its vectorized exp."""
 
     takes_any_dtype = False
 
@@ -51,7 +51,7 @@ class NativeChoice:
         return self._rows.choose(logits, prepared, step.samples.on_device, step.history.num_prompt)
 
     def choose_by_head(self, states: Tensor, head: LinearWeights, prepared: Longs, step: Step) -> Tensor:  # [S]
-        """The same from states [S, hidden] after the last norm, by the weight of a head."""
+        """Choose token ids [S] from hidden states [S, hidden] after the last norm, fused with the LM head's gemm."""
         return self._rows.choose_by_head(states, head, prepared, step.samples.on_device, step.history.num_prompt)
 
     def check(self) -> None:

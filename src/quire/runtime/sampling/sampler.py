@@ -1,4 +1,4 @@
-"""From logits to tokens, for a whole batch at once."""
+"""Samples the next tokens of a whole batch from logits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quire.types.step import Candidates, Ints, NewRow, RowLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token per sample of a batch. An id below zero marks one that failed: see `choice.row_failures`."""
+    """One token per sample of a batch. Negative ids are error codes, see `choice.row_failures`."""
 
     token_ids: Tensor  # [S] int64, on the device
     report: Report = NO_REPORT
@@ -40,7 +40,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What the rows of a batch need, worked out when its composition changes and reused until it does again."""
+    """What the sampler needs for the rows of a batch. Reused until the rows or their parameters change."""
 
     rows: Ints
     transforms: tuple[tuple[Transform, Part], ...]
@@ -76,7 +76,7 @@ class Sampler:
         self._batch: _Batch | None = None
 
     def add(self, new: NewRow) -> None:
-        """Take in a row's parameters. Raises InvalidRequest, having changed nothing, if they do not fit the model."""
+        """Store a row's parameters. Raises InvalidRequest, and changes nothing, if they do not fit the model."""
         if asks_for_more(new):
             check_ids(new, self._vocab_size)
             self._special.add(new.row)
@@ -127,7 +127,7 @@ class Sampler:
         return Sampled(token_ids, Report(logprobs, candidates))
 
     def needs_logits(self, samples: Samples) -> bool:
-        """Whether `sample` does more with the logits of these samples than choose tokens by the compiled kernels."""
+        """Whether `sample` needs a logits tensor for these samples; else `sample_by_head` can be called."""
         if not isinstance(self.choice, NativeChoice) or samples.masks is not None or not len(samples):
             return True
         batch = self._batch_of(samples.rows)
@@ -135,14 +135,13 @@ class Sampler:
 
     @torch.inference_mode()
     def sample_by_head(self, states: Tensor, head: LinearWeights, samples: Samples, history: TokenHistory) -> Sampled:
-        """What `sample` chooses from the logits that a head makes of states [S, hidden]. Only where it does not need
-        them."""
+        """Choose tokens from hidden states [S, hidden] without a logits tensor, if `needs_logits` is false."""
         assert isinstance(self.choice, NativeChoice)
         step = Step(samples, history, self._num_prompt)
         return Sampled(self.choice.choose_by_head(states, head, self._batch_of(samples.rows).choice, step))
 
     def only_chooses(self, rows: Ints) -> bool:
-        """Whether nothing changes the logits of any of `rows` before their tokens are chosen."""
+        """Whether no transform (penalty, bias, ban) changes the logits of any of `rows`."""
         return not any(len(each.members) and each.members.among(rows).any() for each in self._transforms)
 
     def num_listed(self, rows: Ints, *, guided: bool = False) -> int | None:
@@ -191,8 +190,8 @@ class Sampler:
 
 
 def asks_for_more(new: NewRow) -> bool:
-    """Whether a row uses any transform of this sampler, any report, or names token ids: all that its choice by
-    temperature, min_p, top_k and top_p does not need. Most rows do not, and a burst of them is added quickly."""
+    """Whether a row uses more than temperature, min_p, top_k and top_p: a transform, a report, or token ids. Most rows
+    do not, which makes adding a burst of them fast."""
     sampling = new.sampling
     return bool(
         sampling.allowed_token_ids is not None
@@ -210,7 +209,7 @@ def asks_for_more(new: NewRow) -> bool:
 
 
 def _as_logprobs(logits: Tensor, part: Part) -> Tensor:
-    """The same logits, but for the part's lines: those become log-probabilities."""
+    """Return the logits with the part's lines replaced by log-probabilities."""
     logprobs = part.take(logits).log_softmax(dim=-1)
     if part.whole:
         return logprobs

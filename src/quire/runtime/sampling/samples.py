@@ -1,4 +1,4 @@
-"""The samples of one step, and the part of them whose rows use one feature of the sampler."""
+"""The samples of one step, and the subsets of them whose rows use one feature of the sampler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Longs = npt.NDArray[np.int64]
 class Samples:
     """Sample i is the next token of row rows[i] after the first lengths[i] tokens of that row.
 
-    A row that verifies a draft comes several times, each time with one more token of the draft known.
+    A row that verifies a draft has several samples: each one knows one more token of the draft.
     """
 
     rows: Ints  # [S]
@@ -32,18 +32,18 @@ class Samples:
         return len(self.rows)
 
     def under(self, masks: Masks | None) -> Samples:
-        """The same samples under these masks."""
+        """Return the same samples with these masks."""
         return self if masks is None or len(masks.samples) == 0 else replace(self, masks=masks)
 
     def select(self, chosen: Longs, on_device: Tensor) -> Samples:
-        """Only the `chosen` samples [n], all different; `on_device` holds the same numbers."""
+        """Return only the `chosen` samples [n], all different. `on_device` holds the same indices."""
         masks = None if self.masks is None else _select(self.masks, chosen, len(self))
         lengths = self.on_device.index_select(0, on_device)
         return Samples(self.rows[chosen], self.lengths[chosen], lengths, self.places[chosen], masks)
 
 
 def _select(masks: Masks, chosen: Longs, count: int) -> Masks | None:
-    """Masks of the `chosen` ones of `count` samples; None if none of them has one."""
+    """Return the masks of the `chosen` ones of `count` samples, or None if none of them has a mask."""
     where = np.full(count, -1, dtype=np.int32)
     where[chosen] = np.arange(len(chosen), dtype=np.int32)
     places = where[masks.samples]
@@ -57,18 +57,18 @@ def _select(masks: Masks, chosen: Longs, count: int) -> Masks | None:
 class Part:
     """The samples of one batch whose rows use one feature, in the batch's order; a row may have several."""
 
-    positions: Tensor  # [G] int64, their places in the batch
-    rows: Tensor  # [G] int64, their places in the token history
+    positions: Tensor  # [G] int64, indices in the batch
+    rows: Tensor  # [G] int64, indices in the token history
     slots: Tensor  # [G] int64, their places in the feature's own columns
     host_positions: npt.NDArray[np.int64]  # [G], `positions` as the host knows them
     whole: bool  # every row of the batch is in it
 
     def take(self, batch: Tensor) -> Tensor:
-        """The part's rows of a tensor over the batch: the tensor itself if that is all of them, else a copy."""
+        """Return the part's lines of a tensor over the batch: the tensor itself if that is all of them, else a copy."""
         return batch if self.whole else batch.index_select(0, self.positions)
 
     def put(self, batch: Tensor, values: Tensor) -> None:
-        """Write back what `take` gave, after it was changed in place."""
+        """Write back the result of `take` after it was changed in place."""
         if not self.whole:
             batch.index_copy_(0, self.positions, values)
 
@@ -95,7 +95,7 @@ class Members:
         return int(self._slots[row])
 
     def join(self, row: int) -> int:
-        """Give a new row the lowest-numbered slot at hand; slots stay dense, so columns stay small."""
+        """Assign a free slot to a new row. Slots stay dense, so the columns of parameters stay small."""
         assert row not in self, f"row {row} joined twice"
         slot = self._free.pop() if self._free else self._count
         self._slots[row] = slot
@@ -110,11 +110,11 @@ class Members:
             self._count -= 1
 
     def among(self, rows: Ints) -> npt.NDArray[np.bool_]:
-        """Which of a batch's rows are members."""
+        """Return which of a batch's rows are members, as booleans."""
         return self._slots[rows] >= 0
 
     def part(self, rows: Ints, device: torch.device) -> Part | None:
-        """The members among a batch's rows, or None if there are none."""
+        """Return the part of a batch whose rows are members, or None if there are none."""
         if not self._count:
             return None
         slots = self._slots[rows]
@@ -129,7 +129,7 @@ class Members:
 def make_part(
     rows: Ints, chosen: npt.NDArray[np.bool_], slots: npt.NDArray[np.int64], device: torch.device
 ) -> Part | None:
-    """The part of a batch where `chosen` is true, or None if that is nowhere."""
+    """Return the part of a batch where `chosen` is true, or None if it is false everywhere."""
     (positions,) = np.nonzero(chosen)
     if not len(positions):
         return None

@@ -1,4 +1,4 @@
-"""Tokens chosen by Triton kernels, from parameters that lie on the device by row: the way a captured step can go."""
+"""Chooses tokens by Triton kernels from parameters stored by row on the device, so that steps can be captured."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class _Batch(NamedTuple):
 
 
 class TritonChoice:
-    """One pass for all rows, however they are chosen; rows with top_k or top_p need a second.
+    """Chooses the tokens of all rows in one pass over the logits; rows with top_k or top_p need a second pass.
 
-    Parameters of new rows wait on the host and go up together, before the next batch that is masked or chosen.
+    Parameters of new rows are uploaded together, before the next batch is masked or chosen.
     """
 
     takes_any_dtype = True
@@ -60,7 +60,8 @@ class TritonChoice:
         return _Batch(self._uploader.upload(rows.astype(np.int32))[0], self.needs_top_k_top_p(rows))
 
     def mask(self, logits: Tensor, masks: Masks, prepared: _Batch, samples: Samples) -> None:
-        """Masks of rows with one sample each stay on the device; a row that verifies a draft has a mask per sample."""
+        """Apply masks, see Choice.mask. Masks are kept on the device if each masked row has one sample. A row that
+        verifies a draft has one mask per sample; these are not kept."""
         self.upload_parameters()
         masked = samples.rows[masks.samples]
         if len(masked) and np.bincount(samples.rows)[masked].max() > 1:
@@ -105,7 +106,7 @@ class TritonChoice:
         return bool(self._filtered_rows) and bool(self._filtered[rows].any())
 
     def upload_parameters(self) -> None:
-        """Bring the parameters of new rows to the device, and forget the masks of the rows' former sequences."""
+        """Upload the parameters of new rows, and discard the masks of the rows' former sequences."""
         if not self._waiting:
             return
         news = self._waiting.values()
