@@ -1,8 +1,8 @@
-"""Runs the CPU kernels under GCC's sanitizers. An access out of bounds, undefined behaviour or a data race ends the run
-with the line.
+"""Runs the CPU kernels and the router's compiled code under GCC's sanitizers. An access out of bounds, undefined
+behaviour or a data race ends the run with the line.
 
-- address, undefined: the kernels are built with each, and the tests of the kernels and of engines run by them. The
-  package and its libraries are put in `build`, apart from those in use.
+- address, undefined: the compiled code is built with each, and its tests and those of engines run by it. The package
+  and its libraries are put in `build`, apart from those in use.
 - all three, thread too: C++ programs check the threads of the kernels, what processes share, and, under the thread
   sanitizer, products and the choice of tokens by several threads. (Python itself cannot run under the thread sanitizer:
   torch's threads are not compiled for it.)
@@ -31,7 +31,7 @@ OPTIONS = {
 }
 SMALL_CHECKS = ("team_checks", "shared_memory_checks")
 PLAIN_CHECKS = ("bf16_dots_checks",)  # of the portable path: their instructions are plain code, see PLAIN_DOTS
-MEMORY_CHECKS = (*SMALL_CHECKS, *PLAIN_CHECKS)
+MEMORY_CHECKS = (*SMALL_CHECKS, *PLAIN_CHECKS, "router_checks")
 CHECKS = {"address": MEMORY_CHECKS, "undefined": MEMORY_CHECKS, "thread": (*SMALL_CHECKS, "path_checks")}
 DEFINES = ('-DQUIRE_SOURCE="none"', "-DPLAIN_DOTS")  # dot products of bfloat16 as plain code, which runs anywhere
 KERNELS = "panels int8_panels super_blocks tiles low_rank delta program team message_ring"
@@ -50,13 +50,18 @@ TESTS = [
         )
     ),
     "tests/unit/runtime/attention",
+    "tests/unit/serving/router/test_native.py",
+    "tests/unit/serving/router/test_prefix_tree.py",
+    "tests/unit/serving/router/test_prompt_keys.py",
     *(f"tests/engine/test_{name}.py" for name in ("quantized", "groups", "fp8")),
 ]
 OPEN = """
 from quire.kernels.native import loader
 from quire.runtime.hardware import use_cpu_path
+from quire.serving.router import native
 use_cpu_path()
 loader.open_library()
+native.open_library()
 print(loader.__file__)
 """
 
@@ -86,13 +91,14 @@ def check(sanitizer: str, path: CpuPath, name: str) -> None:
     own = PATHS[-1].flags if name in PLAIN_CHECKS else path.flags
     flags = [*COMPILE, *own, "-O1", "-g1", f"-fsanitize={sanitizer}", *DEFINES]
     source = ROOT / "tests" / "support" / f"{name}.cpp"
-    headers = ROOT / "src" / "quire" / "kernels" / "native"
-    subprocess.run(["g++", *flags, f"-I{headers}", str(source), "-o", str(program)], check=True)
+    package = ROOT / "src" / "quire"
+    folders = [f"-I{folder}" for folder in (package / "kernels" / "native", package)]
+    subprocess.run(["g++", *flags, *folders, str(source), "-o", str(program)], check=True)
     subprocess.run([str(program)], env={**os.environ, **OPTIONS}, check=True)
 
 
 def test(sanitizer: str, path: CpuPath, tests: list[str]) -> None:
-    """Build the kernels with a sanitizer, and run tests by them."""
+    """Build the compiled code with a sanitizer, and run tests by it."""
     folder = ROOT / "build" / sanitizer
     print(f"{sanitizer}: building {path.name} in {folder.relative_to(ROOT)}", flush=True)
     build(sanitizer, path, folder)
