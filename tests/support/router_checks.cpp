@@ -1,6 +1,6 @@
-// Checks of the router's compiled code. Bodies are cut off and damaged anywhere, and end where their memory ends, so that
-// a sanitizer sees every read behind them: a bytes object of Python has a zero there. A tree is filled and emptied at
-// random. Compiled and run by test_native.py and tools/sanitize.py.
+// Checks of the router's compiled code. Bodies are cut off and damaged anywhere, and end where their memory ends, so
+// that a sanitizer sees every read behind them: a bytes object of Python has a zero there. A tree is filled and emptied
+// at random. Compiled and run by test_native.py and tools/sanitize.py.
 #ifndef QUIRE_SOURCE
 #define QUIRE_SOURCE "none"
 #endif
