@@ -89,7 +89,7 @@ families: $(DEV_STAMP) ## print the table of model families and the engine's fea
 	$(BIN)/python -m tests.families.matrix
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q --ignore tests/families/test_matrix.py tests/families
 
-sanitize: $(DEV_STAMP) ## run the CPU kernels under GCC's address, undefined and thread sanitizers, built apart (ARGS="--path portable --only thread")
+sanitize: $(DEV_STAMP) ## run the CPU kernels and the router's compiled code under GCC's address, undefined and thread sanitizers, built apart (ARGS="--path portable --only thread")
 	$(BIN)/python tools/sanitize.py $(ARGS)
 
 clean: ## remove the virtual environment, caches and build outputs

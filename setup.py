@@ -75,7 +75,7 @@ class BuildPaths(build_ext):
         own = copy.copy(self)  # all are made of one source: each needs a folder of its own for its object
         own.build_temp = str(Path(self.build_temp) / ext.name)
         own.force = True
-        if self.sanitize and _library(ext) in LIBRARIES:
+        if self.sanitize and (_library(ext) in LIBRARIES or ext.name.endswith(f".{NATIVE['NAME']}")):
             ext.extra_compile_args += SANITIZE[self.sanitize]
             ext.extra_link_args.append(f"-fsanitize={self.sanitize}")
         build_ext.build_extension(own, ext)

@@ -1,8 +1,8 @@
-"""Runs the CPU kernels under GCC's sanitizers. An access out of bounds, undefined behaviour or a data race ends the run
-and prints the source line.
+"""Runs the CPU kernels and the router's compiled code under GCC's sanitizers. An access out of bounds, undefined behaviour
+or a data race ends the run and prints the source line.
 
-- address, undefined: the kernels are built with each sanitizer, and the tests of the kernels and of engines run with
-  them. The package and its libraries are built in `build`, separate from those in use.
+- address, undefined: the compiled code is built with each sanitizer, and its tests and those of engines run with it. The
+  package and its libraries are built in `build`, separate from those in use.
 - all three, including thread: C++ programs check the threads of the kernels and the memory that processes share; under
   the thread sanitizer also gemms and sampling by several threads. (Python itself cannot run under the thread sanitizer,
   because torch's threads are not compiled for it.)
@@ -32,7 +32,7 @@ OPTIONS = {
 SMALL_CHECKS = ("team_checks", "shared_memory_checks")
 # Programs of the portable path whose instructions are emulated in plain code, see PLAIN_DOTS.
 PLAIN_CHECKS = ("bf16_dots_checks",)
-MEMORY_CHECKS = (*SMALL_CHECKS, *PLAIN_CHECKS)
+MEMORY_CHECKS = (*SMALL_CHECKS, *PLAIN_CHECKS, "router_checks")
 CHECKS = {"address": MEMORY_CHECKS, "undefined": MEMORY_CHECKS, "thread": (*SMALL_CHECKS, "path_checks")}
 DEFINES = ('-DQUIRE_SOURCE="none"', "-DPLAIN_DOTS")  # bfloat16 dot products as plain code, which runs on any CPU
 KERNELS = "panels int8_panels super_blocks tiles low_rank delta program team message_ring"
@@ -51,13 +51,18 @@ TESTS = [
         )
     ),
     "tests/unit/runtime/attention",
+    "tests/unit/serving/router/test_native.py",
+    "tests/unit/serving/router/test_prefix_tree.py",
+    "tests/unit/serving/router/test_prompt_keys.py",
     *(f"tests/engine/test_{name}.py" for name in ("quantized", "groups", "fp8")),
 ]
 OPEN = """
 from quire.kernels.native import loader
 from quire.runtime.hardware import use_cpu_path
+from quire.serving.router import native
 use_cpu_path()
 loader.open_library()
+native.open_library()
 print(loader.__file__)
 """
 
@@ -87,13 +92,14 @@ def check(sanitizer: str, path: CpuPath, name: str) -> None:
     own = PATHS[-1].flags if name in PLAIN_CHECKS else path.flags
     flags = [*COMPILE, *own, "-O1", "-g1", f"-fsanitize={sanitizer}", *DEFINES]
     source = ROOT / "tests" / "support" / f"{name}.cpp"
-    headers = ROOT / "src" / "quire" / "kernels" / "native"
-    subprocess.run(["g++", *flags, f"-I{headers}", str(source), "-o", str(program)], check=True)
+    package = ROOT / "src" / "quire"
+    folders = [f"-I{folder}" for folder in (package / "kernels" / "native", package)]
+    subprocess.run(["g++", *flags, *folders, str(source), "-o", str(program)], check=True)
     subprocess.run([str(program)], env={**os.environ, **OPTIONS}, check=True)
 
 
 def test(sanitizer: str, path: CpuPath, tests: list[str]) -> None:
-    """Build the kernels with a sanitizer, and run tests with them."""
+    """Build the compiled code with a sanitizer, and run tests with it."""
     folder = ROOT / "build" / sanitizer
     print(f"{sanitizer}: building {path.name} in {folder.relative_to(ROOT)}", flush=True)
     build(sanitizer, path, folder)

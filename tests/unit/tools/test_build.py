@@ -125,6 +125,8 @@ def test_libraries_for_a_sanitizer_stay_out_of_the_checkout(checkout: Checkout, 
     assert checkout.libraries() == set()
     (library,) = (checkout.folder / "apart").glob("quire/kernels/native/_cpu_portable.*")
     assert f"-fsanitize={sanitizer}" in library.read_text()
+    (router,) = (checkout.folder / "apart").glob("quire/serving/router/_native.*.so")
+    assert {"address": b"__asan_", "undefined": b"__ubsan_"}[sanitizer] in router.read_bytes()
     with pytest.raises(AssertionError, match="--sanitize: .* use --build-lib, not --inplace"):
         checkout.build(*arguments, "--inplace")
 

@@ -20,6 +20,7 @@ FAILURES_TO_DOWN = 2  # health checks in a row
 LEARN_SECONDS = 10.0  # between two questions about models and cache
 _QUIRE_CACHE = re.compile(rb"^(?:quire|vllm):kv_cache_capacity_tokens(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 _VLLM_CACHE = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_MOST = 2**53  # tokens or blocks; no cache holds so many
 
 
 class HealthChecks:
@@ -100,12 +101,20 @@ def model_names(body: bytes) -> frozenset[str] | None:
 
 
 def cache_tokens(metrics: bytes) -> int | None:
-    """The tokens that a replica's cache holds, by its Prometheus metrics; None if they do not say."""
+    """The tokens that a replica's cache holds, by its Prometheus metrics; None if they do not say, or say nonsense."""
     if found := _QUIRE_CACHE.search(metrics):
-        return int(float(found[1]))
+        return _whole(found[1])
     if found := _VLLM_CACHE.search(metrics):
         labels = dict(re.findall(rb'(\w+)="([^"]*)"', found[1]))
-        blocks, size = labels.get(b"num_gpu_blocks", b""), labels.get(b"block_size", b"")
-        if blocks.isdigit() and size.isdigit():
-            return int(blocks) * int(size) or None
+        blocks, size = _whole(labels.get(b"num_gpu_blocks", b"")), _whole(labels.get(b"block_size", b""))
+        if blocks is not None and size is not None:
+            return blocks * size or None
     return None
+
+
+def _whole(number: bytes) -> int | None:
+    try:
+        value = float(number)
+    except ValueError:
+        return None
+    return int(value) if 0 <= value < _MOST else None

@@ -45,7 +45,7 @@ class PrefixTree {
     }
 
     void evict(int64_t capacity) {
-        while (num_bytes_ > capacity) remove(entries_[0].newer);
+        while (size_ > 0 && num_bytes_ > capacity) remove(entries_[0].newer);
     }
 
   private:

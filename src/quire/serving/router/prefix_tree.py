@@ -9,6 +9,7 @@ from itertools import pairwise
 from quire.serving.router.native import NativeTree, Unavailable
 from quire.serving.router.prompt_keys import CHUNK_BYTES, CHUNK_ENDS, num_chunks
 
+MAX_CAPACITY = 2**40  # bytes: so many that NativeTree counts its chunks in 32 bits
 _SIZES = [end - start for start, end in pairwise(CHUNK_ENDS)]
 Keys = Sequence[int]  # of the chunks of a prompt; each names its chunk and all before it
 
@@ -25,7 +26,7 @@ class PrefixTree:
         """`capacity`: bytes of prompts that the tree holds at most."""
         self._keys = _open_tree()
         self.match = self._keys.match  # the number of leading chunks of some that the tree holds
-        self.capacity = max(capacity, CHUNK_BYTES)
+        self.capacity = _bounded(capacity)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -43,7 +44,7 @@ class PrefixTree:
         return self._keys.insert(keys, count, held, capacity)
 
     def resize(self, capacity: int) -> None:
-        self.capacity = max(capacity, CHUNK_BYTES)
+        self.capacity = _bounded(capacity)
         self._keys.insert((), 0, 0, self.capacity)
 
     def clear(self) -> None:
@@ -100,6 +101,11 @@ class PythonTree:
         while num_bytes > capacity:
             num_bytes -= pop(False)[1]  # last=False; a keyword makes the call a third slower
         self.num_bytes = num_bytes
+
+
+def _bounded(capacity: int) -> int:
+    """Return the capacity of a tree. What a replica or a setting says of a cache may be any number."""
+    return min(max(capacity, CHUNK_BYTES), MAX_CAPACITY)
 
 
 def _open_tree() -> NativeTree | PythonTree:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from native_checks import COMPILER, run_checks
 from quire.serving.router import prompt_keys
 from quire.serving.router.native import NativeReader, NativeTree, Unavailable
 from quire.serving.router.prefix_tree import PythonTree
@@ -167,6 +169,13 @@ def test_both_trees_hold_and_evict_the_same_chunks(steps: list[tuple[int, list[i
         assert (len(native), native.num_bytes) == (len(plain), plain.num_bytes)
 
 
+def test_a_tree_evicts_no_more_than_it_holds() -> None:
+    tree = NativeTree(CHUNK_ENDS)
+    for capacity in (-1, -(2**63), 512):
+        tree.insert([1, 2, 3], 3, None, capacity)
+        assert (len(tree), tree.num_bytes) == ((1, 512) if capacity > 0 else (0, 0))
+
+
 def test_a_tree_of_many_chunks_grows_and_shrinks_as_the_plain_one_does() -> None:
     native, plain, rng = NativeTree(CHUNK_ENDS), PythonTree(), random.Random(0)
     for _ in range(4_000):
@@ -175,3 +184,10 @@ def test_a_tree_of_many_chunks_grows_and_shrinks_as_the_plain_one_does() -> None
         capacity = rng.choice([512 * 3_000, 512 * 3_000, 512 * 300])
         assert native.insert(keys, len(keys), None, capacity) == plain.insert(keys, len(keys), None, capacity)
     assert (len(native), native.num_bytes) == (len(plain), plain.num_bytes)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("flags", [(), ("-U__SSE2__",)], ids=["blocks", "bytes"])
+def test_damaged_bodies_and_crowded_trees_pass_the_checks_in_cpp(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """tools/sanitize.py runs them too, and sees accesses out of bounds. Without SSE2 runs are read byte by byte."""
+    run_checks("router_checks", tmp_path, *flags)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from quire.serving.router import prefix_tree
-from quire.serving.router.prefix_tree import PrefixTree
+from quire.serving.router.prefix_tree import MAX_CAPACITY, PrefixTree
 from quire.serving.router.prompt_keys import CHUNK_BYTES, CHUNK_ENDS, chunk_keys
 
 
@@ -58,6 +58,16 @@ def test_a_smaller_capacity_evicts_at_once_and_clear_forgets_all() -> None:
     assert (len(tree), tree.match(keys("abcdef"))) == (2, 2)
     tree.clear()
     assert tree.match(keys("abcdef")) == 0
+
+
+@pytest.mark.parametrize("capacity", [2**63, 2**64 - 1, 10**30])
+def test_a_capacity_beyond_any_memory_is_bounded(capacity: int) -> None:
+    """A replica may report any size of its cache; one of 64 bits made the compiled tree evict for ever."""
+    made, resized = PrefixTree(capacity), PrefixTree(CHUNK_BYTES)
+    resized.resize(capacity)
+    for tree in (made, resized):
+        tree.insert(keys("abcd"))
+        assert (tree.capacity, len(tree), tree.match(keys("abcd"))) == (MAX_CAPACITY, 4, 4)
 
 
 def test_whatever_is_inserted_and_evicted_a_held_chunk_implies_all_before_it() -> None:
