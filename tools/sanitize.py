@@ -1,8 +1,8 @@
-"""Runs the CPU kernels and the router's compiled code under GCC's sanitizers. An access out of bounds, undefined behaviour
-or a data race ends the run and prints the source line.
+"""Runs the CPU kernels and the router's compiled code under GCC's sanitizers. An access out of bounds, undefined
+behaviour or a data race ends the run and prints the source line.
 
-- address, undefined: the compiled code is built with each sanitizer, and its tests and those of engines run with it. The
-  package and its libraries are built in `build`, separate from those in use.
+- address, undefined: the compiled code is built with each sanitizer, and its tests and those of engines run with it.
+  The package and its libraries are built in `build`, separate from those in use.
 - all three, including thread: C++ programs check the threads of the kernels and the memory that processes share; under
   the thread sanitizer also gemms and sampling by several threads. (Python itself cannot run under the thread sanitizer,
   because torch's threads are not compiled for it.)
