@@ -23,24 +23,24 @@ from quire.runtime.worker.batch import BatchBuilder
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.host_batch import HostBatchBuilder
 from quire.runtime.worker.images import ImageRows
-from quire.runtime.worker.rest import NOTHING_LEFT, Rest
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.runner import Batches, Forward, Graphs, NoGraphs, PlainForward, RowSampler
 from quire.runtime.worker.states import RowStates
 from quire.runtime.worker.virtual_batch import VirtualBatchBuilder
 from quire.runtime.worker.virtual_cache import VirtualCache
 from quire.runtime.worker.virtual_rows import VirtualRows
+from quire.runtime.worker.warmup import NOTHING_LEFT, WarmupLeft
 
 RowShape = tuple[int, int, int, torch.device, int, int]  # the arguments of Rows
 
 
 class Preparing(Protocol):
-    def __call__(self, seconds: float) -> Rest:
+    def __call__(self, seconds: float) -> WarmupLeft:
         """Compile kernels and capture graphs for about `seconds`, so that the first requests need not wait for that.
         Changes no row and no block."""
 
 
-def nothing_to_prepare(seconds: float) -> Rest:  # noqa: ARG001
+def nothing_to_prepare(seconds: float) -> WarmupLeft:  # noqa: ARG001
     """Do nothing: no kernel is compiled and no graph is captured here."""
     return NOTHING_LEFT
 

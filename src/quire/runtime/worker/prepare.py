@@ -16,8 +16,8 @@ from quire.runtime.worker.batch import StepShape
 from quire.runtime.worker.decode_forward import Kind
 from quire.runtime.worker.device_batch import DeviceBatchBuilder
 from quire.runtime.worker.forward_graphs import ForwardGraphs
-from quire.runtime.worker.rest import NOTHING_LEFT, Rest, Task
 from quire.runtime.worker.short_graphs import ShortGraphs, ShortKind
+from quire.runtime.worker.warmup import NOTHING_LEFT, Task, WarmupLeft
 
 logger = logging.getLogger("quire.runtime")
 
@@ -54,7 +54,7 @@ def prepare(
     *,
     alone: bool,  # this rank is not in a group
     short: ShortGraphs | None = None,  # of an engine with speculative decoding
-) -> Rest:
+) -> WarmupLeft:
     """Compile and capture what every first request needs, then capture further graphs until `seconds` have passed.
     Kernels that usual steps need are compiled in the background from then on.
 
@@ -94,7 +94,7 @@ def prepare(
     rarer = [partial(graphs.rehearse, kind) for kind in graphs.rarer_kinds()]
     if short is not None:
         rarer += [partial(short.rehearse, ShortKind(bucket, top_k_top_p=True)) for bucket in short.buckets]
-    rest = Rest(tasks, [partial(_compile, rehearse) for rehearse in rarer])
+    rest = WarmupLeft(tasks, [partial(_compile, rehearse) for rehearse in rarer])
     if alone:
         return rest
     for compile_later in rest.compilations:

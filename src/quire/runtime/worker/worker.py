@@ -24,9 +24,9 @@ from quire.runtime.tiers.tiers import NO_TIERS, Tiers
 from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.parts import make_parts
-from quire.runtime.worker.rest import Rest, Task
 from quire.runtime.worker.runner import NoGraphs, RowSampler, Runner, SampleStep, StepOutput
 from quire.runtime.worker.stage import AwaitedTokens, NoSampler, StageForward, StageRunner, StageStreams, make_link
+from quire.runtime.worker.warmup import Task, WarmupLeft
 from quire.types.adapters import NO_ADAPTER
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
@@ -112,15 +112,15 @@ class Worker:
         return False
 
     @torch.inference_mode()
-    def compile_rest(self) -> None:
+    def compile_remaining(self) -> None:
         """Start all remaining compilations in the background, and drop the remaining captures. `prepare_more` has
         nothing left then."""
-        for compile_later in self.take_rest().compilations:
+        for compile_later in self.take_warmup_left().compilations:
             compile_later()
 
-    def take_rest(self) -> Rest:
+    def take_warmup_left(self) -> WarmupLeft:
         """Return the preparation that is left. `prepare_more` has nothing left then."""
-        rest = Rest(tuple(self._captures), tuple(self._compilations))
+        rest = WarmupLeft(tuple(self._captures), tuple(self._compilations))
         self._captures.clear()
         self._compilations.clear()
         return rest

@@ -8,11 +8,11 @@ from typing import NamedTuple
 Task = Callable[[], None]
 
 
-class Rest(NamedTuple):
+class WarmupLeft(NamedTuple):
     """Preparation that there was no time for. It may be done between steps, task by task, or not at all."""
 
     captures: Sequence[Task] = ()
     compilations: Sequence[Task] = ()  # of rarer kernels; each task starts them in the background
 
 
-NOTHING_LEFT = Rest()
+NOTHING_LEFT = WarmupLeft()
