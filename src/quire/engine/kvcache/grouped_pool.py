@@ -26,7 +26,7 @@ class GroupedPool(BlockPool):
     """Hands out blocks together with their window blocks. Both come from one pool; `num_free` counts all of them.
 
     A block's window blocks live no longer than the block. Tables report which of their blocks are within the window
-    (`read`). Window blocks that no table reads are idle: they stay while memory lasts, so that a later request can
+    (`enter_window`). Window blocks that no table reads are idle: they stay while memory lasts, so that a later request can
     continue there, and are evicted first. Those at the end of a finished sequence are evicted last.
     """
 
@@ -168,7 +168,7 @@ class GroupedPool(BlockPool):
         window = self.groups.window
         return 0 if window is None else max(position - window + 1, 0) // self._block_size
 
-    def read(self, blocks: Sequence[int]) -> None:
+    def enter_window(self, blocks: Sequence[int]) -> None:
         """Count one more table for these blocks, which are in its window."""
         if self._width:
             readers = self._readers
@@ -180,7 +180,7 @@ class GroupedPool(BlockPool):
                     self.num_free -= self._width
                 readers[block] += 1
 
-    def unread(self, blocks: Sequence[int], *, at_end: bool = False) -> None:
+    def leave_window(self, blocks: Sequence[int], *, at_end: bool = False) -> None:
         """Count one table less for these blocks, which were in its window. `at_end`: they are the table's last
         blocks."""
         if self._width:

@@ -79,7 +79,7 @@ class GroupedTable(BlockTable):
         while first > wanted and pool.has_windows(self.blocks[first - 1]):
             first -= 1
         self._first_read = first
-        pool.read(self.blocks[first:])
+        pool.enter_window(self.blocks[first:])
         self._take_state()
 
     def _take_state(self) -> None:
@@ -90,14 +90,14 @@ class GroupedTable(BlockTable):
             self._set_state(NO_STATE if slot is None else states.hold(slot))
 
     def _unread(self, *, at_end: bool = False) -> None:
-        self._sides.unread(self.blocks[self._first_read :], at_end=at_end)
+        self._sides.leave_window(self.blocks[self._first_read :], at_end=at_end)
         self._first_read = len(self.blocks)
 
     def _share(self, other: BlockTable) -> None:
         assert isinstance(other, GroupedTable)
         super()._share(other)
         self._first_read = other._first_read
-        self._sides.read(self.blocks[self._first_read :])
+        self._sides.enter_window(self.blocks[self._first_read :])
         states = self._sides.states
         if states is not None:
             self._set_state(NO_STATE if other.state == NO_STATE else states.hold(other.state))
@@ -143,19 +143,19 @@ class GroupedTable(BlockTable):
             pool, own = self._sides, copies[0].target
             pairs = list(zip(pool.memory_blocks(last), pool.memory_blocks(own), strict=True))
             copies = [BlockCopy(*pair) for pair in pairs]
-            pool.unread([last])
+            pool.leave_window([last])
         return copies
 
     def leave_window(self, position: int) -> None:
         """Release the window blocks that are seen neither by the token at `position` nor by any later one."""
         first = min(self._sides.first_seen(position), len(self.blocks))
         if first > self._first_read:
-            self._sides.unread(self.blocks[self._first_read : first])
+            self._sides.leave_window(self.blocks[self._first_read : first])
             self._first_read = first
 
     def truncate(self, num_tokens: int) -> None:
         kept = max(-(-num_tokens // self._block_size), self.num_cached)
-        self._sides.unread(self.blocks[max(kept, self._first_read) :])
+        self._sides.leave_window(self.blocks[max(kept, self._first_read) :])
         super().truncate(num_tokens)
         self._first_read = min(self._first_read, len(self.blocks))
 
