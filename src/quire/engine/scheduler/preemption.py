@@ -1,5 +1,5 @@
 """Preemption strategies: the blocks of a preempted group are freed and recomputed later (Recompute), swapped to host
-memory (Swap), or whichever is estimated to be faster (ByCost). `Scheduler.grow_table` chooses the victim."""
+memory (Swap), or whichever is estimated to be faster (ByCost). `Scheduler.grow_or_preempt` chooses the victim."""
 
 from __future__ import annotations
 

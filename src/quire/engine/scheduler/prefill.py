@@ -116,7 +116,7 @@ class Prefill:
             count = self._encode_images(builder, sequence, start, count)
             if not count:
                 return True  # its next image waits for a later step
-        if not scheduler.grow_table(builder, sequence, start + count - sequence.table.num_tokens):
+        if not scheduler.grow_or_preempt(builder, sequence, start + count - sequence.table.num_tokens):
             return False
         assert sequence.row is not None
         sequence.num_computed = start + count
