@@ -64,7 +64,7 @@ class GroupedTable(BlockTable):
             return self._sides.with_windows(num_blocks) - (len(self.blocks) - self._first_read)
         return self._sides.with_windows(num_blocks - len(self.blocks))
 
-    def rest(self) -> None:
+    def become_pinned(self) -> None:
         """Hold no state: the state of a pinned prompt is evicted late, but its slot must not be missing for running
         sequences."""
         self._set_state(NO_STATE)

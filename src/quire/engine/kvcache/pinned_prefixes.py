@@ -137,7 +137,7 @@ class PinnedPrefixes:
             return  # another pin that shared some of its blocks was removed in the meantime
         table = table_type(self._pool)(self._pool, self._block_size, tree)
         table.start_with(node)
-        table.rest()
+        table.become_pinned()
         self.remove(*key)
         prompt = request.key_tokens[: reservation.num_tokens * TOKEN_BYTES]
         self._held[key] = _Pin(request.cache_root, prompt, reservation.num_tokens, table)

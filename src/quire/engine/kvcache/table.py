@@ -66,7 +66,7 @@ class BlockTable:
         """Return how many more blocks of memory the table takes when it grows to `num_blocks` blocks."""
         return num_blocks - len(self.blocks)
 
-    def rest(self) -> None:
+    def become_pinned(self) -> None:
         """Note that the table belongs to a pinned prompt and computes nothing."""
 
     def takes_draft(self, num_rows: int) -> bool:  # noqa: ARG002 - for GroupedTable
