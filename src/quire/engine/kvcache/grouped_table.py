@@ -56,7 +56,7 @@ class GroupedTable(BlockTable):
         return self._sides.groups.num_window_blocks * (len(self.blocks) - self._first_read)
 
     @property
-    def num_left(self) -> int:
+    def num_behind_window(self) -> int:
         return self._first_read if self._sides.groups.all_windows else 0
 
     def still_takes(self, num_blocks: int) -> int:

@@ -74,7 +74,7 @@ class PinnedPrefixes:
         return found
 
     def _count(self) -> None:
-        self.num_blocks = len({block for table in self.tables for block in table.blocks[table.num_left :]})
+        self.num_blocks = len({block for table in self.tables for block in table.blocks[table.num_behind_window :]})
         windows = sum(pin.table.num_window_blocks for pin in self._held.values())
         reserved = sum(reservation.num_blocks for reservation in self._reservations.values())
         self.num_reserved = self.num_blocks + windows + reserved

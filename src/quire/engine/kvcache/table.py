@@ -57,7 +57,7 @@ class BlockTable:
         return 0
 
     @property
-    def num_left(self) -> int:
+    def num_behind_window(self) -> int:
         """How many of the first blocks have no memory any more, because their tokens have left the window of all
         layers."""
         return 0

@@ -48,7 +48,7 @@ def request_blocks(groups: Iterable[Group], pool: BlockPool) -> tuple[RequestBlo
     for group in groups:
         state = "running" if group.is_running else "preempted" if group.num_preemptions else "waiting"
         tables = [sequence.table for sequence in group.live]
-        blocks = dict.fromkeys(block for table in tables for block in table.blocks[table.num_left :])
+        blocks = dict.fromkeys(block for table in tables for block in table.blocks[table.num_behind_window :])
         held = in_memory(blocks, pool)
         found.append(RequestBlocks(group.request.request_id, state, num_computed(group), held))
     return tuple(found)
@@ -58,7 +58,7 @@ def block_holders(groups: Iterable[Group], pool: BlockPool, pins: PinnedPrefixes
     """Return the number of tables that hold each block of memory, by its id."""
     tables = [*(sequence.table for group in groups for sequence in group.live), *pins.tables]
     if pool.names_memory:
-        held = Counter(block for table in tables for block in in_memory(table.blocks[table.num_left :], pool))
+        held = Counter(block for table in tables for block in in_memory(table.blocks[table.num_behind_window :], pool))
         return tuple(held[block] for block in range(pool.num_blocks))
     holders = [pool.holders(block) for block in range(pool.num_blocks)]
     counted: set[Node] = set()

@@ -145,10 +145,10 @@ class OnDemandAllocation:
         count = len(group.live) + group.num_beams_to_come  # samples that have ended grow no more
         most = blocks_at_most(group.num_prompt, num_tokens, count, self._block_size)
         if group.is_running and len(group.live) == 1:
-            held = len(group.leader.table.blocks) - group.leader.table.num_left
+            held = len(group.leader.table.blocks) - group.leader.table.num_behind_window
         elif group.is_running:
             tables = [sequence.table for sequence in group.live]
-            held = len({block for table in tables for block in table.blocks[table.num_left :]})
+            held = len({block for table in tables for block in table.blocks[table.num_behind_window :]})
         else:
             size, shared = self._block_size, group.num_prompt // self._block_size
             held = shared + sum(-(-sequence.num_tokens // size) - shared for sequence in group.live)
