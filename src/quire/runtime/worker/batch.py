@@ -55,7 +55,7 @@ class Batch:
         return None if self.step.adapters is None else self.step.adapters.wanted
 
 
-class Places(NamedTuple):
+class SamplePositions(NamedTuple):
     """The samples of a plan: their rows, their lengths and their positions in the batch."""
 
     rows: Longs  # [samples]: rows that sample, in the order of the plan
@@ -273,33 +273,33 @@ def slots_of(block_ids: Tensor, positions: Tensor, places: HeadPlaces, size: int
     return (first * size + (positions % size)[:, None]).reshape(-1)
 
 
-def find_samples(plan: StepPlan, order: Longs, lengths: Longs, spans: Longs) -> Places:
+def find_samples(plan: StepPlan, order: Longs, lengths: Longs, spans: Longs) -> SamplePositions:
     """Return the samples of a plan. `order` is the order in which its decodes are computed, `lengths` the length of
     every row, `spans` the chunks (see `find_spans`)."""
     first = np.empty(len(order), dtype=np.int64)
     first[order] = np.arange(len(order))
     rows = plan.sample_rows.astype(np.int64)
     if not plan.chunks:
-        return Places(rows, lengths[rows], first, _NOTHING, _NOTHING, verifies=False)
+        return SamplePositions(rows, lengths[rows], first, _NOTHING, _NOTHING, verifies=False)
     known, ends = lengths[rows], spans[:, 0] + spans[:, 2]
     num_rows = [len(chunk.sample_rows) for chunk in plan.chunks]
     most_sampled = max((chunk.num_sampled for chunk in plan.chunks), default=1)
     if most_sampled == 1 and max(num_rows, default=0) <= 1:  # each chunk has at most one sample
         wanted = np.concatenate([first, ends[np.array(num_rows, dtype=np.bool_)] - 1])
-        return Places(rows, known, wanted, _NOTHING, _NOTHING, verifies=False)
+        return SamplePositions(rows, known, wanted, _NOTHING, _NOTHING, verifies=False)
     forks = np.array(num_rows, dtype=np.int64)
     sampled = np.where(forks > 0, [chunk.num_sampled for chunk in plan.chunks], 0)  # positions of each chunk
     wanted = np.concatenate([first, _before(ends, sampled)])
     counts = np.concatenate([np.ones_like(first), np.repeat(forks, sampled)])  # samples from each position
     spread = np.repeat(np.arange(len(counts)), counts) if len(rows) > len(counts) else _NOTHING
     if sampled.max() == 1:
-        return Places(rows, known, wanted, spread, _NOTHING, verifies=False)
+        return SamplePositions(rows, known, wanted, spread, _NOTHING, verifies=False)
     num_samples = sampled * forks
     verifies = np.repeat(sampled > 1, num_samples)
     back = _before(np.zeros_like(sampled), num_samples) + 1  # minus the distance to the chunk's last sample
     known[len(order) :] += np.where(verifies, back, 0)
     grown = np.concatenate([np.arange(len(order)), len(order) + np.flatnonzero(~verifies)])
-    return Places(rows, known, wanted, spread, grown, verifies=True)
+    return SamplePositions(rows, known, wanted, spread, grown, verifies=True)
 
 
 def _before(ends: Longs, counts: Longs) -> Longs:
@@ -308,7 +308,11 @@ def _before(ends: Longs, counts: Longs) -> Longs:
 
 
 def make_batch(
-    step: ForwardStep, places: Places, on_device: Sequence[Tensor], num_tokens: int, shape: StepShape | None = None
+    step: ForwardStep,
+    places: SamplePositions,
+    on_device: Sequence[Tensor],
+    num_tokens: int,
+    shape: StepShape | None = None,
 ) -> Batch:
     """Assemble a Batch. `on_device` holds the first five fields of `places` as device tensors. `num_tokens` does not
     count padding."""
