@@ -26,7 +26,7 @@ from quire.types.adapters import NO_ADAPTER
 from quire.types.step import NO_ROWS, Ints
 
 
-class Kind(NamedTuple):
+class DecodeKind(NamedTuple):
     """The key of a decode graph."""
 
     bucket: int
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
     adapters: bool = False  # a row uses a LoRA adapter
     long: bool = False  # one row, too long for the kernel that runs all layers in one launch
 
-    def in_bucket(self, bucket: int) -> Kind:
+    def in_bucket(self, bucket: int) -> DecodeKind:
         """Return the kind of the same steps in a larger bucket. `long` is cleared: only the bucket of one row uses the
         kernel that runs all layers."""
         return self._replace(bucket=bucket, long=False)
@@ -105,13 +105,13 @@ class DecodeForward:
         """Whether rows may use LoRA adapters."""
         return self._adapters is not None
 
-    def kind(self, rows: Ints) -> Kind:
+    def kind(self, rows: Ints) -> DecodeKind:
         """Return the kind of a step of these rows, as far as the layers determine it."""
         cascade = self._state.shared.update_groups(rows)
         adapters = self._state.adapters is not None and self._state.adapters.are_used(rows)
-        return Kind(self.buckets[bisect_left(self.buckets, len(rows))], cascade=cascade, adapters=adapters)
+        return DecodeKind(self.buckets[bisect_left(self.buckets, len(rows))], cascade=cascade, adapters=adapters)
 
-    def write(self, rows: Ints, kind: Kind) -> None:
+    def write(self, rows: Ints, kind: DecodeKind) -> None:
         """Write the rows of the next step to device memory, if they have changed."""
         bucket = kind.bucket
         if kind.adapters:
@@ -127,7 +127,7 @@ class DecodeForward:
         self._rows.uploader.upload_into(self._places[:bucket], places)
         self._written, self._written_bucket = rows, bucket
 
-    def hidden(self, kind: Kind, layers: int | None = None) -> Hidden:
+    def hidden(self, kind: DecodeKind, layers: int | None = None) -> Hidden:
         """Run the layers over the rows that were written last. With `layers`, only that many layers run: they launch
         the same kernels fewer times."""
         bucket = kind.bucket

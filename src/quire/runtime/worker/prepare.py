@@ -13,7 +13,7 @@ import torch
 from quire.config.sizes import format_size
 from quire.kernels.triton.compiling import compiling_only
 from quire.runtime.worker.batch import StepShape
-from quire.runtime.worker.decode_forward import Kind
+from quire.runtime.worker.decode_forward import DecodeKind
 from quire.runtime.worker.device_batch import DeviceBatchBuilder
 from quire.runtime.worker.forward_graphs import ForwardGraphs
 from quire.runtime.worker.short_graphs import ShortGraphs, ShortKind
@@ -31,14 +31,14 @@ class PreparedGraphs(Protocol):
     def buckets(self) -> tuple[int, ...]:
         """The numbers of rows for which there are graphs, rising."""
 
-    def rarer_kinds(self) -> Iterable[Kind]:
+    def rarer_kinds(self) -> Iterable[DecodeKind]:
         """Yield the kinds of steps other than plain decoding, per bucket or for the smallest one."""
 
     def trace_row(self) -> None:
         """Trace the program that runs a one-row step in one kernel, if there is one. Call this before anything is
         captured."""
 
-    def rehearse(self, kind: Kind) -> None:
+    def rehearse(self, kind: DecodeKind) -> None:
         """Launch each kernel of a graph at least once, over padding only."""
 
     def capture(self, bucket: int) -> None:
@@ -69,7 +69,7 @@ def prepare(
             forward.rehearse(batches.blank(shape))
         forward.rehearse(batches.blank_large(first))
         graphs.trace_row()  # compiles its kernel while the others compile in the background
-        graphs.rehearse(Kind(first))
+        graphs.rehearse(DecodeKind(first))
     graphs.capture(first)
     tasks: list[Task] = []
     if short is not None:
@@ -86,7 +86,7 @@ def prepare(
         for shape in shapes:
             forward.rehearse(batches.blank(shape))
         for bucket in others:
-            graphs.rehearse(Kind(bucket))
+            graphs.rehearse(DecodeKind(bucket))
             forward.rehearse(batches.blank_large(bucket))
         if short is not None:
             for bucket in short.buckets:

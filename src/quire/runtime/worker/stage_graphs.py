@@ -8,7 +8,7 @@ from functools import partial
 
 from quire.runtime.models.build import Model
 from quire.runtime.worker.capture import Capture, ResultGraph, record_result
-from quire.runtime.worker.decode_forward import DecodeForward, Hidden, Kind
+from quire.runtime.worker.decode_forward import DecodeForward, DecodeKind, Hidden
 from quire.runtime.worker.device_state import DeviceState
 from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import Graphs, SampleStep, StepOutput
@@ -31,24 +31,24 @@ class HiddenGraphs:
     def buckets(self) -> tuple[int, ...]:
         return self._forward.buckets
 
-    def rarer_kinds(self) -> Iterator[Kind]:
+    def rarer_kinds(self) -> Iterator[DecodeKind]:
         """Yield the kinds of steps other than plain decoding, for each bucket."""
         for bucket in self.buckets:
-            yield Kind(bucket, cascade=True)
+            yield DecodeKind(bucket, cascade=True)
             if self._forward.has_adapters:
-                yield Kind(bucket, adapters=True)
+                yield DecodeKind(bucket, adapters=True)
 
     def trace_row(self) -> None:
         """Do nothing: stages run layer by layer."""
 
-    def rehearse(self, kind: Kind) -> None:
+    def rehearse(self, kind: DecodeKind) -> None:
         """Launch each kernel of a graph at least once, over padding only."""
         self._forward.write(NO_ROWS, kind)
         self._forward.hidden(kind, self._model.num_varied)
 
     def capture(self, bucket: int) -> None:
         """Capture plain decoding of `bucket` rows, if that has not been done."""
-        self._graphs.capture(Kind(bucket))
+        self._graphs.capture(DecodeKind(bucket))
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the step only decodes. How its rows are sampled does not matter here."""
@@ -68,7 +68,7 @@ class HiddenGraphs:
         self.run(plan)
         return partial(nothing_sampled, plan, self._device)
 
-    def _make(self, kind: Kind) -> ResultGraph[Hidden]:
+    def _make(self, kind: DecodeKind) -> ResultGraph[Hidden]:
         """Capture over padding only, which changes no row."""
         self._forward.write(NO_ROWS, kind)
         return record_result(self._capture, partial(self._forward.hidden, kind), partial(self.rehearse, kind))
