@@ -21,7 +21,7 @@ from quire.runtime.worker.adapters import RowAdapters, tile_rows
 from quire.runtime.worker.batch import tables_of
 from quire.runtime.worker.device_batch import PADDING
 from quire.runtime.worker.device_lists import NOTHING_LISTED
-from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.device_parts import DeviceParts
 from quire.types.adapters import NO_ADAPTER
 from quire.types.step import NO_ROWS, Ints
 
@@ -83,7 +83,7 @@ class DecodeForward:
     """Runs the layers of decode steps on device memory that graphs read, which this object owns. `entries` and
     `lengths` [most] hold the rows of the step, negative for padding, and their lengths."""
 
-    def __init__(self, model: Model, state: DeviceState) -> None:
+    def __init__(self, model: Model, state: DeviceParts) -> None:
         self._model, self._state, self._rows = model, state, state.rows
         rows = state.rows
         self._tables = tables_of(rows, state.cache)

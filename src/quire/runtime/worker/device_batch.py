@@ -27,7 +27,7 @@ from quire.runtime.worker.batch import (
     slots_of,
     tables_of,
 )
-from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.device_parts import DeviceParts
 from quire.types.step import StepPlan
 
 PADDING = -1  # row number of padding tokens
@@ -47,7 +47,7 @@ class DeviceBatchBuilder:
     one, and if `plain`, the batch has the cache slots of its tokens.
     """
 
-    def __init__(self, state: DeviceState, buckets: Sequence[int], *, plain: bool) -> None:
+    def __init__(self, state: DeviceParts, buckets: Sequence[int], *, plain: bool) -> None:
         rows, cache = state.rows, state.cache
         self._rows, self._cache, self._attention, self._shared = rows, cache, state.attention, state.shared
         self._plain, self._states, self._images, self.adapters = plain, state.states, state.images, state.adapters

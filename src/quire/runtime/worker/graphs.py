@@ -17,7 +17,7 @@ from quire.runtime.sampling.triton_choice import TritonChoice
 from quire.runtime.worker.capture import Capture, Launch
 from quire.runtime.worker.decode_forward import DecodeForward, DecodeKind
 from quire.runtime.worker.device_lists import NOTHING_LISTED, ListSpace
-from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.device_parts import DeviceParts
 from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import SampleStep, StepOutput, masked_samples
 from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
@@ -59,7 +59,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        state: DeviceState,
+        state: DeviceParts,
         sampling: Sampling,
         choice: TritonChoice,
         capture: Capture,

@@ -27,7 +27,7 @@ from quire.runtime.worker.capture import Capture, Launch
 from quire.runtime.worker.decode_forward import GraphAdapters
 from quire.runtime.worker.device_batch import PADDING
 from quire.runtime.worker.device_lists import NOTHING_LISTED
-from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.device_parts import DeviceParts
 from quire.runtime.worker.graphs import DecodeGraphs, Sampling
 from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import SampleStep, StepOutput
@@ -80,7 +80,7 @@ class ShortGraphs:
     def __init__(
         self,
         model: Model,
-        state: DeviceState,
+        state: DeviceParts,
         sampling: Sampling,
         choice: TritonChoice,
         capture: Capture,

@@ -9,7 +9,7 @@ from functools import partial
 from quire.runtime.models.build import Model
 from quire.runtime.worker.capture import Capture, ResultGraph, record_result
 from quire.runtime.worker.decode_forward import DecodeForward, DecodeKind, Hidden
-from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.device_parts import DeviceParts
 from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import Graphs, SampleStep, StepOutput
 from quire.runtime.worker.stage import AwaitedTokens, StageStreams, nothing_sampled
@@ -22,7 +22,7 @@ class HiddenGraphs:
 
     left: Hidden  # output of the last step
 
-    def __init__(self, model: Model, state: DeviceState, capture: Capture) -> None:
+    def __init__(self, model: Model, state: DeviceParts, capture: Capture) -> None:
         self._model, self._capture, self._device = model, capture, state.rows.device
         self._forward = DecodeForward(model, state)
         self._graphs = KindGraphs("decoding of a stage", self._forward.buckets, self._make)

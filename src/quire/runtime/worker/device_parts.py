@@ -14,7 +14,7 @@ from quire.runtime.worker.states import RowStates
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceState:
+class DeviceParts:
     """The rows, the cache, the attention backend that reads both, the rows that share a prefix, and further state of
     rows."""
 
