@@ -27,7 +27,7 @@ from quire.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class SchedulerParts:
     """The parts of a scheduler that depend on the configuration."""
 
     pool: BlockPool
@@ -40,7 +40,7 @@ class Parts:
     compute_time: ComputeTime
 
 
-def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows: RowTable) -> Parts:
+def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows: RowTable) -> SchedulerParts:
     """Make the parts of a scheduler. Raises ConfigError for settings that exclude each other."""
     check_tiers(cache.tiers, config.preemption, config.policy, cache.layout)
     size, caches, reserves = cache.block_size, cache.enable_prefix_caching, config.policy in RESERVING
@@ -65,7 +65,7 @@ def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows
     if isinstance(pool, RunPool):
         allocation = ReservedAllocation(pool, size, policy, frees_together=config.policy == "static")
     preemption = make_preemption(config.preemption, compute, tiers, reuse, has_tiers=has_tiers)
-    return Parts(pool, tree, tiers, reuse, allocation, preemption, PinnedPrefixes(pool, cached, size), compute)
+    return SchedulerParts(pool, tree, tiers, reuse, allocation, preemption, PinnedPrefixes(pool, cached, size), compute)
 
 
 def _make_pool(cache: CacheConfig, config: SchedulerConfig) -> BlockPool:

@@ -46,7 +46,7 @@ def nothing_to_prepare(seconds: float) -> WarmupLeft:  # noqa: ARG001
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class WorkerParts:
     rows: Rows
     cache: KVCache
     batches: Batches
@@ -68,7 +68,7 @@ def make_parts(
     *,
     cache: KVCache | None = None,
     adapters: RowAdapters | None = None,
-) -> Parts:
+) -> WorkerParts:
     """Allocate all rows and, unless `cache` is given, the KV cache. `model_config` is that of this rank."""
     device = torch.device(config.device.device)
     capacity = config.scheduler.max_model_len + 1  # one more for the last token of a sequence of full length
@@ -90,14 +90,14 @@ def make_parts(
         virtual = VirtualRows(*row_shape[:4], cache.ranges)
         images = _make_images(model, model_config, config, virtual)
         mapped = VirtualBatchBuilder(virtual, cache, backend, images, adapters)
-        return Parts(virtual, cache, mapped, PlainForward(model), NoGraphs(), images=images)
+        return WorkerParts(virtual, cache, mapped, PlainForward(model), NoGraphs(), images=images)
     if backend.kernels == "native":
         model.trace(cache.layers)
     rows = Rows(*row_shape)
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
     make_builder = HostBatchBuilder if device.type == "cpu" else BatchBuilder
     batches = make_builder(rows, cache, backend, states, images, adapters)
-    return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
+    return WorkerParts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
 
 
 def _make_states(cache: KVCache, rows: Rows) -> RowStates | None:
@@ -140,7 +140,7 @@ def _device_parts(
     ranks: Ranks,
     vocabulary: Vocabulary | None,
     adapters: RowAdapters | None,
-) -> Parts:
+) -> WorkerParts:
     from quire.runtime.worker.capture import CudaCapture, NoCapture
     from quire.runtime.worker.device_batch import DeviceBatchBuilder
     from quire.runtime.worker.device_parts import DeviceParts
@@ -161,7 +161,7 @@ def _device_parts(
     is_captured, is_stage = model.is_static and (group.in_graphs or not on_gpu), ranks.place.config.pipeline > 1
     if config.device.enforce_eager or not is_captured:
         batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
-        return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
+        return WorkerParts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
     model.reserve(rows.capacity)
     buckets = token_buckets(model_config, config)
     if isinstance(model.embedding, ReceivedStream):
@@ -173,7 +173,7 @@ def _device_parts(
     if not ranks.place.is_last_stage:
         graphs = HiddenGraphs(model, state, capture)
     elif choice is None:
-        return Parts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
+        return WorkerParts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
     else:
         has_programs = images is None and not is_stage
         graphs = DecodeGraphs(model, state, *choice, capture, vocabulary, has_programs=has_programs)
@@ -181,9 +181,9 @@ def _device_parts(
     ready = partial(prepare, batches, forward, graphs, agree, alone=alone)
     has_short = config.speculation is not None and states is None and images is None and not is_stage
     if not has_short or not isinstance(graphs, DecodeGraphs) or choice is None:
-        return Parts(rows, cache, batches, forward, graphs, ready, states, images)
+        return WorkerParts(rows, cache, batches, forward, graphs, ready, states, images)
     short = ShortGraphs(model, state, *choice, capture, vocabulary, most=most)
-    return Parts(rows, cache, batches, forward, AllGraphs(graphs, short), partial(ready, short=short))
+    return WorkerParts(rows, cache, batches, forward, AllGraphs(graphs, short), partial(ready, short=short))
 
 
 def _agree(group: RankGroup, device: torch.device, answer: bool) -> bool:
