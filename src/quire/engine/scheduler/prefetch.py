@@ -8,7 +8,7 @@ from collections.abc import Callable
 from heapq import nsmallest
 
 from quire.engine.decoding.group import Group
-from quire.engine.kvcache.tiers.base import Asked, Tiers
+from quire.engine.kvcache.tiers.base import RemoteLookup, Tiers
 from quire.engine.scheduler.policies.base import Key
 from quire.engine.scheduler.step_time import ComputeTime
 
@@ -35,7 +35,7 @@ class _Request:
 
     __slots__ = ("asked", "is_over", "left", "names", "ordered", "wait")
 
-    def __init__(self, asked: Asked | None) -> None:
+    def __init__(self, asked: RemoteLookup | None) -> None:
         self.asked = asked  # the lookup at other engines, until it is answered
         self.names: list[bytes] = []  # all files, once they were looked up
         self.left: list[bytes] = []  # files whose reading is still to be ordered
@@ -62,7 +62,7 @@ class FilePrefetch:
         self._tiers, self._compute, self._block_size = tiers, compute, block_size
         self._asks = asks  # whether other engines are asked
         self.reason = "other engines are asked for its blocks" if asks else "its blocks are read from disk"
-        self.ask: Callable[[Group], Asked | None] = lambda _group: None  # PrefixReuse.ask
+        self.ask: Callable[[Group], RemoteLookup | None] = lambda _group: None  # PrefixReuse.ask
         # Returns the files that a group needs, among the next so many blocks or all; PrefixReuse.find_files.
         self.find: Callable[[Group, int | None], list[bytes]] = lambda _group, _num_blocks: []
         self._requests: dict[Group, _Request] = {}

@@ -12,7 +12,7 @@ from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
 from quire.engine.kvcache.run_history import name_for, sources_of, why_missed
-from quire.engine.kvcache.tiers.base import Asked, NoTiers, SwapBlocks, TierHit, TierQuery, Tiers
+from quire.engine.kvcache.tiers.base import NoTiers, RemoteLookup, SwapBlocks, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.block_filler import make_filler
 from quire.engine.scheduler.kept_hits import cut_again, cut_back
@@ -160,7 +160,7 @@ class PrefixReuse:
             limit = min(limit, (match.num_blocks + num_blocks) * self._block_size)
         return self._tiers.find_files(match, self._query(group.leader, limit))
 
-    def ask(self, group: Group) -> Asked | None:
+    def ask(self, group: Group) -> RemoteLookup | None:
         """Ask other engines for the blocks of the leader's prefix that they have; None if nothing is asked."""
         if self._tree is None or not self.reads_cache(group):
             return None

@@ -54,7 +54,7 @@ class TierQuery(NamedTuple):
     swapped: int = 0
 
 
-class Asked(NamedTuple):
+class RemoteLookup(NamedTuple):
     """A lookup of the blocks that other engines have."""
 
     number: int
@@ -75,7 +75,7 @@ class Tiers(Protocol):
         """Return the keys of the files that continue the result of `find`, as many as host memory can hold at once.
         Marks the host slots among them as used and changes nothing else."""
 
-    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None:
+    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> RemoteLookup | None:
         """Ask other engines for the blocks that continue the device's match; None: nothing is asked. With `awaits`, the
         lookup waits for a limited time for blocks that are still being sent. When it is answered, `find_files` finds
         the blocks.
@@ -84,7 +84,7 @@ class Tiers(Protocol):
         missing ones again.
         """
 
-    def is_asking(self, asked: Asked) -> bool:
+    def is_asking(self, asked: RemoteLookup) -> bool:
         """Whether a lookup has not been answered."""
 
     def put_counts(self) -> tuple[int, int]:
@@ -173,9 +173,9 @@ class NoTiers:
     def find_files(self, match: Match, query: TierQuery) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
         return []
 
-    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None: ...
+    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> RemoteLookup | None: ...
 
-    def is_asking(self, asked: Asked) -> bool:  # noqa: ARG002 - Tiers' signature
+    def is_asking(self, asked: RemoteLookup) -> bool:  # noqa: ARG002 - Tiers' signature
         return False
 
     def put_counts(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from quire.config.tiers import TierConfig
 from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.keys import TOKEN_BYTES, chain_keys, next_key
 from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
-from quire.engine.kvcache.tiers.base import Asked, SideSlot, TierHit, TierQuery
+from quire.engine.kvcache.tiers.base import RemoteLookup, SideSlot, TierHit, TierQuery
 from quire.engine.kvcache.tiers.disk import DiskTier
 from quire.engine.kvcache.tiers.host import HostTier, Slot
 from quire.engine.kvcache.tiers.remote import RemoteTier, nodes_to
@@ -139,7 +139,7 @@ class TierManager:
         """How many blocks may be fetched for a prefix at once."""
         return self._disk.max_pending if self._remote is None else self._remote.max_pending
 
-    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None:
+    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> RemoteLookup | None:
         remote = self._remote
         if remote is None:
             return None
@@ -149,7 +149,7 @@ class TierManager:
             return None
         number = remote.ask(awaited, others + sent, _AWAITED_SECONDS if awaits else 0.0)
         num_blocks = query.limit // self._block_size - match.num_blocks if awaited else 1
-        return None if number is None else Asked(number, num_blocks)
+        return None if number is None else RemoteLookup(number, num_blocks)
 
     def _to_get(self, match: Match, query: TierQuery) -> tuple[list[bytes], list[bytes]]:
         """Return the keys to look up in other engines: those that continue the device's match and that no tier of this
@@ -176,7 +176,7 @@ class TierManager:
     def put_counts(self) -> tuple[int, int]:
         return (0, 0) if self._remote is None else self._remote.put_counts
 
-    def is_asking(self, asked: Asked) -> bool:
+    def is_asking(self, asked: RemoteLookup) -> bool:
         return self._remote is not None and self._remote.is_asking(asked.number)
 
     def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:
