@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from quire.engine.decoding.group import Group
+from quire.engine.kvcache.contiguous import ExtentAllocator, ExtentPool, ReservedTable
 from quire.engine.kvcache.grouped_table import table_type
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import PrefixTree
-from quire.engine.kvcache.reserve import ReservedTable, RunAllocator, RunPool
 from quire.engine.kvcache.table import BlockTable
 from quire.engine.kvcache.window_pool import WindowPool
 from quire.engine.scheduler.kept_hits import num_read
@@ -187,9 +187,9 @@ def _expected_tokens(group: Group) -> int:
 class ReservedAllocation:
     """Contiguous allocation: a sequence gets a run of blocks on admission, whose length the policy decides."""
 
-    def __init__(self, pool: RunPool, block_size: int, policy: Policy, *, frees_together: bool) -> None:
+    def __init__(self, pool: ExtentPool, block_size: int, policy: Policy, *, frees_together: bool) -> None:
         self._pool, self._block_size, self._policy = pool, block_size, policy
-        self._allocator = RunAllocator(pool, frees_together=frees_together)
+        self._allocator = ExtentAllocator(pool, frees_together=frees_together)
 
     @property
     def kept(self) -> Sequence[int]:
@@ -199,7 +199,7 @@ class ReservedAllocation:
         return ReservedTable(self._allocator, self._block_size)
 
     def has_room(self, group: Group, running: RunningGroups) -> bool:  # noqa: ARG002 - Allocation's signature
-        return -(-self._policy.reserved(group) // self._block_size) <= self._pool.longest_run
+        return -(-self._policy.reserved(group) // self._block_size) <= self._pool.longest_extent
 
     def admitted(self, group: Group) -> None:
         for sequence in group.live:

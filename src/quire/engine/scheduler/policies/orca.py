@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.decoding.group import Group
-from quire.engine.kvcache.reserve import reserved_tokens
+from quire.engine.kvcache.contiguous import reserved_tokens
 from quire.engine.scheduler.policies.base import Policy
 
 
