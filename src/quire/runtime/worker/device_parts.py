@@ -9,7 +9,7 @@ from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.device_rows import DeviceRows
 from quire.runtime.worker.images import ImageRows
-from quire.runtime.worker.shared_runs import SharedRuns
+from quire.runtime.worker.shared_prefixes import SharedPrefixes
 from quire.runtime.worker.states import RowStates
 
 
@@ -21,7 +21,7 @@ class DeviceParts:
     rows: DeviceRows
     cache: KVCache
     attention: TritonAttention
-    shared: SharedRuns
+    shared: SharedPrefixes
     states: RowStates | None = None  # of models with recurrent layers
     images: ImageRows | None = None  # of models that take images
     adapters: RowAdapters | None = None  # of engines with LoRA adapters

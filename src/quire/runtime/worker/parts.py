@@ -148,7 +148,7 @@ def _device_parts(
     from quire.runtime.worker.forward_graphs import ForwardGraphs
     from quire.runtime.worker.graphs import DecodeGraphs
     from quire.runtime.worker.prepare import prepare
-    from quire.runtime.worker.shared_runs import SharedRuns
+    from quire.runtime.worker.shared_prefixes import SharedPrefixes
     from quire.runtime.worker.short_graphs import AllGraphs, ShortGraphs
     from quire.runtime.worker.stage_graphs import HiddenGraphs
 
@@ -156,7 +156,7 @@ def _device_parts(
     most = scheduler.num_rows if config.speculation is None else scheduler.num_samples  # decode attention tokens
     backend.reserve(cache.of_tables, most, scratch_tokens(model_config, config))
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
-    state = DeviceParts(rows, cache, backend, SharedRuns(rows, backend), states, images, adapters)
+    state = DeviceParts(rows, cache, backend, SharedPrefixes(rows, backend), states, images, adapters)
     on_gpu, group = rows.device.type == "cuda", ranks.tensor
     is_captured, is_stage = model.is_static and (group.in_graphs or not on_gpu), ranks.place.config.pipeline > 1
     if config.device.enforce_eager or not is_captured:

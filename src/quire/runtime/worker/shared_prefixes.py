@@ -22,7 +22,7 @@ LEAST_TOKENS = 64  # of a prefix. A shorter one saves less than its partial resu
 _NOTHING = -1  # marks entries behind a row's full blocks
 
 
-class SharedRuns:
+class SharedPrefixes:
     """Passes the groups of rows that share a prefix to the attention backend before each step. All users of a backend
     share one object."""
 
