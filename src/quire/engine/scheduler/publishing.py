@@ -1,5 +1,5 @@
 """Publishing: sequences put the full blocks they have computed into the prefix tree. Publisher does it. Two indexes
-find the running sequence that could extend a lookup: UnpublishedPrefixes for prompts, LiveSuffixIndex for generated
+find the running sequence that could extend a lookup: PromptsInProgress for prompts, LiveSuffixIndex for generated
 tokens. PrefixReuse calls all three."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LiveSuffixIndex:
             assert sequence.table.node is node
 
 
-class UnpublishedPrefixes:
+class PromptsInProgress:
     """The first unpublished block of every running sequence's prompt, by the run of the prefix tree that it will
     follow.
 
@@ -212,7 +212,7 @@ class Publisher:
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
-        self.live, self.unpublished = LiveSuffixIndex(block_size), UnpublishedPrefixes(block_size)
+        self.live, self.in_progress = LiveSuffixIndex(block_size), PromptsInProgress(block_size)
         self.next_owner: Sequence | None = None  # the sequence that computes the block after the last match
 
     def has_more(self, sequence: Sequence) -> bool:
@@ -231,12 +231,12 @@ class Publisher:
     def publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
         """Publish the blocks of running sequences that could extend a match, within the first `limit` tokens. Returns
         whether any was published."""
-        sequence = self.next_owner = self.unpublished.find(match, tokens, limit)
+        sequence = self.next_owner = self.in_progress.find(match, tokens, limit)
         if sequence is None or not self.has_more(sequence):
             sequences = self.live.find(match, tokens)
             return bool(sequences) and sum([self.publish_running(each) for each in sequences]) > 0
         is_published = self.publish_running(sequence)
-        self.unpublished.enter(sequence)
+        self.in_progress.enter(sequence)
         return is_published
 
     def publish_running(self, sequence: Sequence) -> bool:
