@@ -142,11 +142,11 @@ def _device_parts(
     adapters: RowAdapters | None,
 ) -> WorkerParts:
     from quire.runtime.worker.capture import CudaCapture, NoCapture
+    from quire.runtime.worker.decode_graphs import DecodeGraphs
     from quire.runtime.worker.device_batch import DeviceBatchBuilder
     from quire.runtime.worker.device_parts import DeviceParts
     from quire.runtime.worker.device_rows import DeviceRows
     from quire.runtime.worker.forward_graphs import ForwardGraphs
-    from quire.runtime.worker.graphs import DecodeGraphs
     from quire.runtime.worker.prepare import prepare
     from quire.runtime.worker.shared_prefixes import SharedPrefixes
     from quire.runtime.worker.short_graphs import AllGraphs, ShortGraphs

@@ -25,10 +25,10 @@ from quire.runtime.sampling.triton_choice import TritonChoice
 from quire.runtime.worker.batch import find_spans, find_tokens, tables_of
 from quire.runtime.worker.capture import Capture, Launch
 from quire.runtime.worker.decode_forward import GraphAdapters
+from quire.runtime.worker.decode_graphs import DecodeGraphs, GraphSampler
 from quire.runtime.worker.device_batch import PADDING
 from quire.runtime.worker.device_lists import NOTHING_LISTED
 from quire.runtime.worker.device_parts import DeviceParts
-from quire.runtime.worker.graphs import DecodeGraphs, Sampling
 from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import SampleStep, StepOutput
 from quire.types.step import StepPlan
@@ -81,7 +81,7 @@ class ShortGraphs:
         self,
         model: Model,
         state: DeviceParts,
-        sampling: Sampling,
+        sampling: GraphSampler,
         choice: TritonChoice,
         capture: Capture,
         vocabulary: Vocabulary | None = None,

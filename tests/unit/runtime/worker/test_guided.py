@@ -13,7 +13,7 @@ import torch
 
 from quire.config.model import Heads
 from quire.runtime.sampling.make import make_sampler
-from quire.runtime.worker.graphs import DecodeGraphs
+from quire.runtime.worker.decode_graphs import DecodeGraphs
 from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.step import Chunk, Masks, StepPlan, StepResult

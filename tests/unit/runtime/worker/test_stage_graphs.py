@@ -20,8 +20,8 @@ from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.worker import forward_graphs, kind_graphs
 from quire.runtime.worker.batch import StepShape
 from quire.runtime.worker.decode_forward import DecodeKind
+from quire.runtime.worker.decode_graphs import DecodeGraphs
 from quire.runtime.worker.forward_graphs import ForwardGraphs
-from quire.runtime.worker.graphs import DecodeGraphs
 from quire.runtime.worker.runner import NoGraphs
 from quire.runtime.worker.stage_graphs import HiddenGraphs, StageGraphs
 from quire.runtime.worker.worker import Worker

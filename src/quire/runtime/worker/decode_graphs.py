@@ -23,7 +23,7 @@ from quire.runtime.worker.runner import SampleStep, StepOutput, masked_samples
 from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
 
 
-class Sampling(Protocol):
+class GraphSampler(Protocol):
     """The methods of the sampler that graphs call."""
 
     def only_chooses(self, rows: Ints) -> bool:
@@ -60,7 +60,7 @@ class DecodeGraphs:
         self,
         model: Model,
         state: DeviceParts,
-        sampling: Sampling,
+        sampling: GraphSampler,
         choice: TritonChoice,
         capture: Capture,
         vocabulary: Vocabulary | None = None,

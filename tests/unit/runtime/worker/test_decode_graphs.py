@@ -17,7 +17,7 @@ from quire.runtime.sampling.make import make_sampler
 from quire.runtime.worker import kind_graphs
 from quire.runtime.worker.capture import Launch
 from quire.runtime.worker.decode_forward import DecodeKind
-from quire.runtime.worker.graphs import DecodeGraphs
+from quire.runtime.worker.decode_graphs import DecodeGraphs
 from quire.runtime.worker.parts import NoGraphs
 from quire.types.step import Chunk
 from row_bench import ReferenceKernel
