@@ -78,7 +78,7 @@ class NoCapture:
         return False
 
 
-class Kept(Generic[T]):
+class RememberedCall(Generic[T]):
     """A call whose last return value is stored in `result`."""
 
     result: T
@@ -94,7 +94,7 @@ class ResultGraph(NamedTuple, Generic[T]):
     """A captured call. Every launch overwrites its result in the same memory."""
 
     launch: Launch
-    kept: Kept[T]
+    kept: RememberedCall[T]
 
     @property
     def result(self) -> T:
@@ -103,7 +103,7 @@ class ResultGraph(NamedTuple, Generic[T]):
 
 def record_result(capture: Capture, call: Callable[[], T], rehearse: Launch) -> ResultGraph[T]:
     """Capture `call`, and keep the tensors that it returned during capture."""
-    kept = Kept(call)
+    kept = RememberedCall(call)
     return ResultGraph(capture.record(kept, rehearse), kept)
 
 
