@@ -16,7 +16,7 @@ from quire.types.errors import OutOfBlocks
 _GAINS = 1_024  # how many of the last gains of side blocks by cached blocks the pool remembers
 
 
-class Blocks(Protocol):
+class BlockPath(Protocol):
     """The blocks of a sequence, in order: a list, or a path through the prefix tree."""
 
     def __getitem__(self, index: int, /) -> int: ...
@@ -245,7 +245,7 @@ class GroupedPool(BlockPool):
         window = self.groups.window
         return 0 if window is None else -(-window // self._block_size)
 
-    def longest_resumable(self, blocks: Blocks, count: int, above: int = 0) -> int:
+    def longest_resumable(self, blocks: BlockPath, count: int, above: int = 0) -> int:
         """Return after how many of the first `count` blocks of a sequence a request can continue, at least more than
         `above`; 0: after none. The last of these blocks within the window must have window blocks, and the last one a
         checkpoint.
@@ -262,7 +262,7 @@ class GroupedPool(BlockPool):
             count = missing
         return 0
 
-    def _last_missing(self, blocks: Blocks, count: int) -> int | None:
+    def _last_missing(self, blocks: BlockPath, count: int) -> int | None:
         """Return the last of the first `count` blocks that is in the window of the next token but has no window
         blocks."""
         if not self._width:
