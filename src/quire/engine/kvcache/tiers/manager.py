@@ -14,7 +14,7 @@ from quire.engine.kvcache.tiers.base import RemoteLookup, SideSlot, TierHit, Tie
 from quire.engine.kvcache.tiers.disk import DiskTier
 from quire.engine.kvcache.tiers.host import HostTier, Slot
 from quire.engine.kvcache.tiers.remote import RemoteTier, nodes_to
-from quire.engine.kvcache.tiers.side_keys import Needed, SideKeys
+from quire.engine.kvcache.tiers.side_keys import Continuation, SideKeys
 from quire.engine.kvcache.tiers.transfer_time import TransferTime
 from quire.types.stats import TierStats
 from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfers
@@ -82,7 +82,7 @@ class TierManager:
 
     def _needed(
         self, match: Match, query: TierQuery, has: Callable[[bytes], bool]
-    ) -> tuple[list[bytes], Needed | None]:
+    ) -> tuple[list[bytes], Continuation | None]:
         """Return the keys of the blocks that continue the device's match, up to where a sequence can continue with the
         blocks for which `has` is true, and the side blocks it needs there."""
         assert self._sides is not None

@@ -20,7 +20,7 @@ class Side(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class Continuation:
     """After how many more blocks a sequence can continue, and the side blocks that it needs there."""
 
     num_blocks: int
@@ -79,7 +79,7 @@ class SideKeys:
                 (ends.needed if is_last else ends.others).extend(side_key(key, name) for name in self._states)
         return ends
 
-    def needed(self, num_before: int, keys: Sequence[bytes], has: Callable[[bytes], bool]) -> Needed | None:
+    def needed(self, num_before: int, keys: Sequence[bytes], has: Callable[[bytes], bool]) -> Continuation | None:
         """Return after how many of the blocks `keys`, which follow `num_before` blocks, a sequence can continue: `has`
         is true for all side blocks that it needs there. None: after none of them."""
         count = len(keys)
@@ -95,5 +95,5 @@ class SideKeys:
                     count = place  # a sequence that ends after this block needs it
                     break
             else:
-                return Needed(count, tuple(sides))
+                return Continuation(count, tuple(sides))
         return None
