@@ -1,4 +1,5 @@
-"""Contiguous allocation for the baseline policies (static, orca-*): a sequence reserves an extent of adjacent blocks."""
+"""Contiguous allocation for the baseline policies (static, orca-*): a sequence reserves an extent, a range of adjacent
+blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class ExtentPool(BlockPool):
         return max((length for _, length in self._extents), default=0)
 
     def take_extent(self, num_blocks: int) -> list[int]:
-        """Take the first free extent that is long enough. Raises OutOfBlocks if there is none."""
+        """Take `num_blocks` blocks from the first free extent that is long enough. Raises OutOfBlocks if there is
+        none."""
         for place, (start, length) in enumerate(self._extents):
             if length >= num_blocks:
                 self._extents[place : place + 1] = (
@@ -105,8 +107,8 @@ class ReservedTable(BlockTable):
 
 
 class ExtentAllocator:
-    """Gives extents of blocks to tables. With `frees_together`, an extent that a table releases is freed only when all tables
-    have released theirs: a static batch frees its memory as a whole."""
+    """Gives extents of an ExtentPool to tables. With `frees_together`, an extent that a table releases is freed only
+    when all tables have released theirs, because a static batch frees its memory as a whole."""
 
     def __init__(self, pool: ExtentPool, *, frees_together: bool) -> None:
         self.pool = pool

@@ -1,5 +1,5 @@
-"""The block table of a sequence whose model has groups of layers: it tracks which blocks are in the window, and which
-slot holds the state of recurrent layers."""
+"""The block table of a sequence whose model has groups of layers. It tracks which of its blocks are in the sliding
+window, and which slot holds the state of recurrent layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _TRAIL = 2  # ... the last _TRAIL stay: a sequence's end may be known a few toke
 
 
 class GroupedTable(BlockTable):
-    """A BlockTable that reads the window blocks of its last blocks and holds a state slot."""
+    """A BlockTable that also holds the window blocks of its last blocks, those in the sliding window, and the slot with
+    the sequence's recurrent state."""
 
     __slots__ = ("_drafted", "_first_read", "_is_known", "_kept", "_sides", "_trail", "_trailing", "state")
 
@@ -45,7 +46,7 @@ class GroupedTable(BlockTable):
 
     def add_loaded(self, blocks: Sequence[int], num_tokens: int) -> None:
         """Append private blocks that the current plan loads, with the side blocks that are needed to continue after the
-        last of them. The caller reads the window blocks among them."""
+        last of them. The caller enters the window blocks among them (`GroupedPool.enter_window`)."""
         self.leave_window(num_tokens)
         self.extend(blocks, num_tokens)
         self._first_read = max(self._first_read, self._sides.first_seen(num_tokens))
@@ -65,15 +66,14 @@ class GroupedTable(BlockTable):
         return self._sides.with_windows(num_blocks - len(self.blocks))
 
     def become_pinned(self) -> None:
-        """Hold no state: the state of a pinned prompt is evicted late, but its slot must not be missing for running
-        sequences."""
+        """Release the state slot: running sequences may need it. Its checkpoint stays, and is evicted late."""
         self._set_state(NO_STATE)
         if self._sides.states is not None and self.blocks:
             self._sides.states.set_end(self.blocks[-1])
 
     def _resume(self) -> None:
-        """Read the window blocks that the next token sees, and the state after the last block. Where window blocks are
-        missing, as after a pinned prompt, read only those that follow them."""
+        """Hold the window blocks that the next token sees, and the state after the last block. If some of these window
+        blocks are missing, as after a pinned prompt, hold only those after the last missing one."""
         pool, first = self._sides, len(self.blocks)
         wanted = pool.first_seen(self.num_tokens)
         while first > wanted and pool.has_windows(self.blocks[first - 1]):

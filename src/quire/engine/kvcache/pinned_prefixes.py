@@ -20,6 +20,8 @@ SHARE = 2  # at most 1 / SHARE of the blocks are pinned or reserved for pins
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
+    """A pinned prompt."""
+
     root: str  # cache_root of the blocks
     prompt: bytes  # its tokens as cache keys, without the padding to whole blocks
     num_tokens: int
@@ -28,6 +30,8 @@ class _Pin:
 
 @dataclass(frozen=True, slots=True)
 class _Reservation:
+    """The blocks reserved for the prompt of a running request that will be pinned."""
+
     num_tokens: int
     num_blocks: int
 
@@ -45,8 +49,9 @@ class PinnedPrefixes:
     """Holds the blocks of named prompts, each in its own block table, and reserves blocks for requests whose prompt
     will be pinned when they end.
 
-    Requests cannot use pinned or reserved blocks. These are at most half of the pool, and a pin is refused if it would
-    leave too few blocks for a live request. `tree` is None if the prefix cache is off.
+    Pinned and reserved blocks are not available for other requests' tokens, but a request whose prompt begins with a
+    pinned one reads its blocks. Pinned and reserved blocks together are at most half of the pool, and a pin is refused
+    if it would leave too few blocks for a live request. `tree` is None if the prefix cache is off.
     """
 
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, block_size: int) -> None:

@@ -1,4 +1,5 @@
-"""Makes the parts of a scheduler that depend on the configuration. Scheduler.__init__ calls it."""
+"""Builds the components of a Scheduler that its configuration selects: block pool, prefix tree, tiers, allocation and
+preemption strategies. Scheduler.__init__ calls `make_parts`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from quire.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SchedulerParts:
-    """The parts of a scheduler that depend on the configuration."""
+    """The components of a Scheduler that `make_parts` builds from the configuration."""
 
     pool: BlockPool
     tree: PrefixTree  # empty if the prefix cache is off
@@ -41,7 +42,7 @@ class SchedulerParts:
 
 
 def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows: RowTable) -> SchedulerParts:
-    """Make the parts of a scheduler. Raises ConfigError for settings that exclude each other."""
+    """Build and connect the components. Raises ConfigError for settings that exclude each other."""
     check_tiers(cache.tiers, config.preemption, config.policy, cache.layout)
     size, caches, reserves = cache.block_size, cache.enable_prefix_caching, config.policy in RESERVING
     if reserves and caches:

@@ -1,5 +1,5 @@
-"""FilePrefetch: while a group waits, it reads the files the group needs from the disk tier, and its blocks from other
-engines, into host memory."""
+"""FilePrefetch: reads the blocks that a waiting group needs from the disk tier and from other engines into host memory,
+before the group is admitted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Wait:
 
 
 class _Request:
-    """The files that one group needs. Blocks that other engines have count as files."""
+    """The files that one group needs, and how far they are read. Blocks of other engines are handled like files."""
 
     __slots__ = ("asked", "is_over", "left", "names", "ordered", "wait")
 
@@ -49,13 +49,15 @@ class _Request:
 
 
 class FilePrefetch:
-    """Orders the reading of files for groups that are likely to be admitted next.
+    """Decides which files are read for waiting groups, and how long a group waits for them. Prefill passes it the
+    groups that are likely to be admitted next; PrefixReuse asks it before a group is admitted. Tiers reads the files.
 
-    A group that could be admitted waits for its files at most twice as long as computing the tokens would take, and at
-    most two seconds. Meanwhile other groups are admitted. Only a few groups wait for files at a time: at most `NEAR`,
-    and none begins while files of another are still to be ordered. All others that need files are passed over and not
-    considered until there is room for another waiting group. A group that was passed over for two seconds computes its
-    missing tokens.
+    A group that could be admitted waits for its files at most twice as long as computing their tokens would take, and
+    at most two seconds. Meanwhile other groups are admitted. Then it computes the tokens of files that were not read.
+
+    At most `NEAR` groups wait for files at the same time, and no further group begins to wait while a waiting group has
+    files that are not ordered yet. Every other group that needs files is passed over: the scheduler does not consider
+    it until it may wait, or until it was passed over for two seconds; then it computes the missing tokens.
     """
 
     def __init__(self, tiers: Tiers, compute: ComputeTime, block_size: int, *, asks: bool = False) -> None:
@@ -76,7 +78,7 @@ class FilePrefetch:
         self._plan = 0  # plans made so far
 
     def look(self, groups: list[Group]) -> None:
-        """Order the files of groups that are likely to be admitted next."""
+        """Order the reading of the files of groups that are likely to be admitted next."""
         for group in groups:
             self._order(self._request(group))
 

@@ -209,8 +209,8 @@ class Prefill:
                 scheduler.reuse.forget(group)
 
     def _choose_or_defer(self, builder: PlanBuilder) -> tuple[Group | None, str]:
-        """Return the group to admit next, or None and the reason why no group is admitted in this step. Groups that are
-        not ready are deferred: others may overtake them."""
+        """Choose the group to admit next. Returns it, or None and the reason why no group is admitted in this step.
+        Groups that are not ready are deferred on the way: others may overtake them."""
         scheduler = self._scheduler
         is_single = len(scheduler.micro_batches.sets) == 1
         while True:

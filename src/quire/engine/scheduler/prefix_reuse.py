@@ -26,12 +26,12 @@ _NOTHING_LOADED: Counter[str] = Counter()
 
 
 class PrefixReuse:
-    """Finds and shares tokens that are computed already: in the prefix tree, in the tiers behind it, in sequences that
-    compute a prompt or generate now, and in the sequence that a branch continues.
+    """Prefix caching: finds and shares tokens that are computed already, in the prefix tree, in the tiers behind it, in
+    running sequences, and in the sequence that a branch continues.
 
-    `lookup` returns the prefix hit of a waiting group, `attach` gives the group those blocks on admission, `publish`
-    lets others find the blocks of a sequence. Blocks from a tier are loaded; only the next step may read them. `tree`
-    is None if the prefix cache is off.
+    `lookup` returns the prefix cache hit of a waiting group, `attach` gives the group those blocks on admission, and
+    `publish_group` puts the blocks of sequences into the tree for others. Blocks of a tier are loaded; only the next
+    step may read them. `tree` is None if the prefix cache is off.
     """
 
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
@@ -96,8 +96,8 @@ class PrefixReuse:
         return match.num_tokens
 
     def wait_if_pending(self, group: Group, now: float) -> str:
-        """If another sequence computes the group's prefix, or its files are being read, make the group wait and return
-        why; "" if it may be admitted. A group that waited is added to `ready` later."""
+        """Make a group wait if another sequence computes its prefix (an identical prompt, or one with the same
+        beginning), or its files are being read. Returns why; "" if it may be admitted. `ready` names it later."""
         tree = self._tree
         if tree is None or not group.reads_cache:
             return ""
@@ -169,9 +169,9 @@ class PrefixReuse:
 
     # -------------------------------------------------------------------------------------------------- attaching
     def attach(self, builder: PlanBuilder, group: Group, now: float) -> bool:
-        """Attach the prefix hit to a group being admitted: fill its tables, and introduce its rows to the workers (the
-        leader's, or those of all samples if each finds at least the prompt). Returns whether the group must wait a step
-        for loads from a tier."""
+        """Attach the prefix cache hit to a group being admitted: fill its tables, and introduce its rows to the workers
+        (the leader's, or those of all samples if each finds at least the prompt). Returns whether the group must wait a
+        step for loads from a tier."""
         if len(group.live) == 1 and group.origin is None and not self._has_tiers:
             self._attach_one(builder, group, now)
             return False

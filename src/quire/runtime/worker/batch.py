@@ -1,4 +1,4 @@
-"""Builds the tensors of one forward pass from a plan and the rows."""
+"""Builds the input tensors of one forward pass from a plan and the worker's rows."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _NO_SPANS: Longs = np.empty((0, 4), dtype=np.int64)
 
 
 class StepShape(NamedTuple):
-    """The key of a captured graph: padded steps with equal shapes launch the same kernels on the same memory."""
+    """The key of a captured graph in ForwardGraphs. Steps with equal shapes, padded to `tokens`, launch the same
+    kernels on the same memory."""
 
-    tokens: int
-    decodes: bool
-    chunks: bool
-    cascade: bool
+    tokens: int  # including padding
+    decodes: bool  # there are rows that decode
+    chunks: bool  # there are chunks
+    cascade: bool  # decode attention reads blocks that rows share once for all of them
     adapters: bool = False  # a token uses a LoRA adapter
     scratch: bool = False  # chunks attend over a dequantized copy of their keys and values
 
@@ -56,7 +57,8 @@ class Batch:
 
 
 class SamplePositions(NamedTuple):
-    """The samples of a plan: their rows, their lengths and their positions in the batch."""
+    """The samples of a plan: which row takes each sample, how long the row is then, and which token of the batch
+    predicts it."""
 
     rows: Longs  # [samples]: rows that sample, in the order of the plan
     lengths: Longs  # [samples]: number of tokens of the row when it samples
@@ -67,11 +69,12 @@ class SamplePositions(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Device tensors about a batch's tokens: looked up in the rows' persistent state, or uploaded."""
+    """Device tensors for the tokens of a batch: token ids and cache slots, gathered from the rows' persistent state,
+    and the uploaded host arrays."""
 
     token_ids: Tensor  # [tokens]
     slots: tuple[Tensor, ...]  # cache slots for each block table, see ForwardStep
-    numbers: Sequence[Tensor]  # host arrays, uploaded
+    numbers: Sequence[Tensor]  # the uploaded host arrays
 
 
 class BatchBuilder:
@@ -250,7 +253,7 @@ def find_tokens(decodes: Longs, lengths: Longs, spans: Longs) -> tuple[Longs, Lo
 
 
 class HeadPlaces(NamedTuple):
-    """The position of a layer's KV heads among the heads of all blocks."""
+    """Where a layer's KV heads lie in the cache, counted in heads: head h of block b is at heads[h] + b * stride."""
 
     heads: Tensor  # [kv heads]: indices of the heads of block 0
     stride: int  # heads from one block to the next

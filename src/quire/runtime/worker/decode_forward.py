@@ -1,4 +1,5 @@
-"""The forward pass of decode steps, from the newest tokens of the rows to hidden states, without work on the host.
+"""The forward pass of decode steps, from the newest token of each row to hidden states, without work on the host.
+DecodeGraphs and HiddenGraphs capture it.
 
 A graph is captured for a number of rows, its bucket. A step of fewer rows is padded. The graph reads the step's rows
 from memory that the host writes only when they change, and everything else from the rows' persistent state.
@@ -27,11 +28,11 @@ from quire.types.step import NO_ROWS, Ints
 
 
 class DecodeKind(NamedTuple):
-    """The key of a decode graph."""
+    """The key of a decode graph: the bucket, and the properties of a step that select its kernels."""
 
-    bucket: int
+    bucket: int  # rows, including padding
     top_k_top_p: bool = False  # a row has top_k or top_p
-    cascade: bool = False
+    cascade: bool = False  # attention reads blocks that rows share once for all of them
     listed: int = NOTHING_LISTED  # top logprobs per row, besides the chosen token's
     guided: bool = False  # two graphs: one up to the logits, one that applies masks and samples
     adapters: bool = False  # a row uses a LoRA adapter
@@ -44,7 +45,7 @@ class DecodeKind(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """The output of a decode step's layers."""
+    """The output of the layers in a decode step, before the last norm and the head."""
 
     states: Tensor  # [bucket, hidden]
     beside: Tensor | None  # [bucket, size]: inputs of each token that blocks read besides the residual stream
@@ -52,7 +53,8 @@ class Hidden(NamedTuple):
 
 
 class GraphAdapters:
-    """Device memory from which graphs read the LoRA adapter of each row of a step."""
+    """The LoRA adapter of each row of a step, in device memory at fixed addresses, from which graphs read it. The host
+    writes it when the rows or their adapters change."""
 
     def __init__(self, adapters: RowAdapters, most: int, device: torch.device) -> None:
         self._adapters = adapters
@@ -80,8 +82,12 @@ class GraphAdapters:
 
 
 class DecodeForward:
-    """Runs the layers of decode steps on device memory that graphs read, which this object owns. `entries` and
-    `lengths` [most] hold the rows of the step, negative for padding, and their lengths."""
+    """Runs the layers of decode steps. It owns the device memory at fixed addresses from which graphs read a step's
+    inputs.
+
+    `entries` [bucket] holds the row of each line of the step, negative for padding, and `lengths` the number of tokens
+    of that row.
+    """
 
     def __init__(self, model: Model, state: DeviceParts) -> None:
         self._model, self._state, self._rows = model, state, state.rows

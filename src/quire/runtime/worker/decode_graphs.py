@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs: from the newest tokens of the rows to the next tokens, without work on the host."""
+"""Decode steps as captured graphs: from the newest token of each row to its next token, without work on the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
 
 
 class GraphSampler(Protocol):
-    """The methods of the sampler that graphs call."""
+    """The methods of the sampler (runtime/sampling/sampler.py) that graphs call."""
 
     def only_chooses(self, rows: Ints) -> bool:
         """Whether the logits of all `rows` go to the token choice unchanged."""
@@ -38,6 +38,8 @@ class GraphSampler(Protocol):
 
 
 class _Graph(NamedTuple):
+    """A captured decode step."""
+
     launch: Launch
     listing: Listing | None  # memory for its top logprobs
     sample: Launch | None = None  # of a guided kind: the second graph, which samples under the masks
@@ -51,9 +53,10 @@ class _Logits:
 
 
 class DecodeGraphs:
-    """Runs decode steps by graphs. Owns the memory that graphs read and write.
+    """Implements runner.Graphs for steps that only decode: one captured graph for each kind of step that has occurred.
+    Owns the memory that the graphs read and write.
 
-    The next step overwrites the outputs of a step.
+    The outputs of a step are overwritten by the next step.
     """
 
     def __init__(

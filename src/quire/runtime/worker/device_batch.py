@@ -1,5 +1,5 @@
-"""Builds one forward pass of the Triton kernels from a plan and the rows. All data of the host is uploaded in one
-copy."""
+"""Builds the inputs of one forward pass with the Triton kernels from a plan and the rows. All host data is uploaded in
+one copy."""
 
 from __future__ import annotations
 
@@ -40,11 +40,13 @@ _SPARE_SEGMENTS = 32  # further segments of chunks whose state moves within the 
 
 
 class DeviceBatchBuilder:
-    """Builds batches without reading the device. Blocks are not cleared, as no kernel reads an unwritten slot.
+    """Implements runner.Batches on a GPU, without reading the device. Blocks are not cleared, as no kernel reads an
+    unwritten slot.
 
     A step of at most buckets[-1] tokens is padded to the next bucket. Steps of the same shape get their inputs at the
-    same addresses, so that a graph can be captured; the next batch overwrites them. Without buckets, layers run one by
-    one, and if `plain`, the batch has the cache slots of its tokens.
+    same addresses, so that ForwardGraphs can capture a graph; the next batch overwrites them. Without buckets, layers
+    run one by one. `plain`: the model is not static; batches are not padded, and they contain the cache slots of their
+    tokens.
     """
 
     def __init__(self, state: DeviceParts, buckets: Sequence[int], *, plain: bool) -> None:

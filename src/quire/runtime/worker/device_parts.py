@@ -1,4 +1,4 @@
-"""State that all steps on a GPU share."""
+"""The objects that all steps on a GPU share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.runtime.worker.states import RowStates
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """The rows, the cache, the attention backend that reads both, the rows that share a prefix, and further state of
-    rows."""
+    """The rows, the cache, the attention backend and further state of rows on one GPU. The batch builder and all graphs
+    of a worker use the same ones."""
 
     rows: DeviceRows
     cache: KVCache

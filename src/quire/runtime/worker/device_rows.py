@@ -15,10 +15,11 @@ from quire.types.step import Ints, NewRow, RowTokens
 
 
 class DeviceRows(Rows):
-    """Has one more row than the engine uses: `spare`, which is always empty and serves as the row of padding.
+    """Rows whose memory graphs read. There is one row more than the engine uses: `spare`, which is always empty and
+    serves as the row of padding.
 
-    `host_tables` mirrors the block tables on the host. `tables_version` increases when rows were placed, truncated or given
-    other full blocks.
+    `host_tables` mirrors the block tables on the host, for SharedPrefixes. `tables_version` increases when rows were
+    placed or truncated, or got other full blocks; not when they only grow.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ from quire.runtime.worker.batch import BatchBuilder, Gathered
 
 
 class HostBatchBuilder(BatchBuilder):
-    """Builds the same batches as BatchBuilder, with the slots of all tables computed at once. A step of one token is
-    indexed by integers instead of arrays, because building arrays would take most of its time."""
+    """A BatchBuilder for CPUs that computes the slots of all block tables at once. A step of one token is indexed by
+    integers instead of arrays, because building arrays would take most of its time."""
 
     @cached_property
     def _all_tables(self) -> npt.NDArray[np.int32]:  # [sources, rows, max blocks]

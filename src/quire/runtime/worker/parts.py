@@ -1,4 +1,5 @@
-"""Makes the parts of a worker for the kernels that its attention backend runs."""
+"""Builds the components of a worker for its device and attention backend: rows, cache, batch builder, forward pass and
+graphs. Worker.__init__ calls `make_parts`."""
 
 from __future__ import annotations
 
@@ -35,6 +36,8 @@ RowShape = tuple[int, int, int, torch.device, int, int]  # the arguments of Rows
 
 
 class Preparing(Protocol):
+    """Warms up a worker; `prepare` in prepare.py, with its arguments bound."""
+
     def __call__(self, seconds: float) -> WarmupLeft:
         """Compile kernels and capture graphs for about `seconds`, so that the first requests need not wait for that.
         Changes no row and no block."""
@@ -47,6 +50,8 @@ def nothing_to_prepare(seconds: float) -> WarmupLeft:  # noqa: ARG001
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
+    """The components of a worker that `make_parts` builds for its device and attention backend."""
+
     rows: Rows
     cache: KVCache
     batches: Batches
@@ -69,7 +74,8 @@ def make_parts(
     cache: KVCache | None = None,
     adapters: RowAdapters | None = None,
 ) -> WorkerParts:
-    """Allocate all rows and, unless `cache` is given, the KV cache. `model_config` is that of this rank."""
+    """Build the components of a worker. Allocates all rows and, unless `cache` is given, the KV cache. `model_config`
+    is that of this rank."""
     device = torch.device(config.device.device)
     capacity = config.scheduler.max_model_len + 1  # one more for the last token of a sequence of full length
     num_windows = config.cache.groups.num_window_blocks

@@ -20,8 +20,11 @@ NOT_FINITE = "the model's output has values that are NaN or infinite"
 
 
 class PooledRows:
-    """The live rows that are pooled. A row reports its values with its only sample. Rows that pool by the first token
-    or by the mean must compute every chunk of their prompt; the engine takes none of it from the prefix cache."""
+    """The live rows of requests for pooling. A row reports its values instead of its only sample.
+
+    Rows that pool by the first token or by the mean must compute every chunk of their prompt; the engine takes none of
+    it from the prefix cache.
+    """
 
     def __init__(self, model: Model, rows: Rows, vocabulary: Vocabulary | None = None) -> None:
         self._model, self._rows, self._vocabulary = model, rows, vocabulary

@@ -1,4 +1,4 @@
-"""Preparation of a GPU before its first request: kernels are compiled and graphs captured."""
+"""Warm-up of a GPU before its first request: kernels are compiled and graphs captured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Agree = Callable[[bool], bool]  # returns the first rank's argument on all ranks
 
 
 class PreparedGraphs(Protocol):
-    """Graphs of decode steps."""
+    """The graphs of decode steps that `prepare` captures: DecodeGraphs, or HiddenGraphs on a stage that does not
+    sample."""
 
     @property
     def buckets(self) -> tuple[int, ...]:

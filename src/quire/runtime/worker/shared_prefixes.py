@@ -23,8 +23,8 @@ _NOTHING = -1  # marks entries behind a row's full blocks
 
 
 class SharedPrefixes:
-    """Passes the groups of rows that share a prefix to the attention backend before each step. All users of a backend
-    share one object."""
+    """Finds groups of rows that share a prefix and passes them to the attention backend before each step, for cascade
+    attention. All users of a backend share one object."""
 
     def __init__(self, rows: DeviceRows, attention: TritonAttention) -> None:
         self._rows, self._attention = rows, attention

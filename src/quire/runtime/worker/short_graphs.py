@@ -1,9 +1,10 @@
-"""Captured graphs of steps in which rows compute a few tokens each: drafts that are verified, and tokens that a draft
+"""Captured graphs of steps in which each row computes a few tokens: drafts that are verified, and tokens that a draft
 model has to catch up on.
 
-Such a step runs like a decode step: each token is a line of the batch that attends to the keys up to its position
-through the block table of its row. So long contexts are split as in decoding, and one graph launch runs the whole step,
-from token ids to sampled tokens. The host uploads rows and positions; it knows all lengths.
+Such a step runs like a decode step: each token is a line of the batch, which attends to the keys up to its position
+through the block table of its row. So the keys of long contexts are split among thread blocks as in decoding, and one
+graph launch runs the whole step, from token ids to sampled tokens. The host uploads the row and the position of each
+token; it knows the lengths of all rows.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _BYTES_BESIDE = 1 << 10  # alignment
 
 
 class ShortKind(NamedTuple):
-    """The key of a graph."""
+    """The key of a graph: the bucket, and the properties of a step that select its kernels."""
 
     bucket: int  # tokens
     top_k_top_p: bool = False  # a row has top_k or top_p
@@ -61,7 +62,7 @@ class _Tokens(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The inputs that a graph reads, on the device."""
+    """The inputs of a graph: views of device memory at fixed addresses, written before each launch."""
 
     rows: Tensor  # [bucket], int32; negative: padding
     places: Tensor  # [bucket], int64: indices in the flattened token history
@@ -72,9 +73,10 @@ class _Given(NamedTuple):
 
 
 class ShortGraphs:
-    """Runs steps with short chunks by graphs. Owns the memory that graphs read and write.
+    """Implements runner.Graphs for steps with short chunks. Owns the memory that the graphs read and write.
 
-    The next step overwrites the outputs of a step. Models with recurrent layers or images have no such graphs.
+    The outputs of a step are overwritten by the next step. There are no such graphs for models with recurrent layers or
+    images.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ from quire.types.step import NO_ROWS, StepPlan
 
 
 class HiddenGraphs:
-    """Implements Graphs for a stage that does not sample. A step's hidden states are in `left` until the next step
-    overwrites them. Rows grow when their tokens come from the last stage."""
+    """Implements Graphs for a stage that does not sample. The hidden states of a step are in `left` until the next step
+    overwrites them. Tokens are appended to rows when they are received from the last stage."""
 
     left: Hidden  # output of the last step
 
@@ -39,7 +39,7 @@ class HiddenGraphs:
                 yield DecodeKind(bucket, adapters=True)
 
     def trace_row(self) -> None:
-        """Do nothing: stages run layer by layer."""
+        """Do nothing: no kernel runs all layers of a stage."""
 
     def rehearse(self, kind: DecodeKind) -> None:
         """Launch each kernel of a graph at least once, over padding only."""
@@ -51,7 +51,7 @@ class HiddenGraphs:
         self._graphs.capture(DecodeKind(bucket))
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether the step only decodes. How its rows are sampled does not matter here."""
+        """Whether the step only decodes. Its sampling parameters do not matter, because this stage does not sample."""
         return not plan.chunks and 0 < len(plan.decode_rows) <= self.buckets[-1]
 
     def run(self, plan: StepPlan) -> StepOutput:
@@ -75,11 +75,11 @@ class HiddenGraphs:
 
 
 class StageGraphs:
-    """Implements Graphs for a stage, around its HiddenGraphs, or on the last stage its DecodeGraphs: receives the
-    stage's input before a step, and sends its output."""
+    """Implements Graphs for a pipeline stage, around its HiddenGraphs, or around its DecodeGraphs on the last stage:
+    receives the stage's input before each step and sends its output after it."""
 
     def __init__(self, graphs: Graphs, streams: StageStreams, awaited: AwaitedTokens | None) -> None:
-        """`awaited`: the tokens that this stage expects from the last one. None on the last stage."""
+        """`awaited`: the tokens that this stage receives from the last one. None on the last stage."""
         self._graphs, self._streams, self._awaited = graphs, streams, awaited
 
     def takes(self, plan: StepPlan) -> bool:

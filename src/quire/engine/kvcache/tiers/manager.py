@@ -1,4 +1,5 @@
-"""Manages the host, disk and remote tiers behind the device's KV cache."""
+"""Manages the host, disk and remote tiers behind the device's KV cache. Blocks are saved from the device to host memory
+and loaded back, stored from host memory to files and fetched back, put to other engines and got from them."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ _SAMPLE = 2  # blocks saved to measure how long a save takes
 
 
 class TierManager:
-    """Implements Tiers. A block's key depends on all tokens up to its end, so a block that was saved for one request
-    is found by every request with the same prefix.
+    """Implements Tiers. A block's key depends on all tokens up to its end, so a block that was saved for one request is
+    found by every request with the same prefix.
 
-    A slot that the plan under construction saves to or loads from is held until that plan is complete, so no plan uses
-    a slot for two blocks. A plan may store or load a slot that it also saves to.
+    A host slot that the plan under construction saves to or loads from is held until that plan is complete, so no plan
+    uses a slot for two blocks. A plan may store or load a slot that it also saves to.
     """
 
     def __init__(self, config: TierConfig, tree: PrefixTree, block_size: int) -> None:
