@@ -79,7 +79,7 @@ class NoCapture:
 
 
 class RememberedCall(Generic[T]):
-    """A call whose last return value is stored in `result`."""
+    """Wraps a call without arguments, and remembers its last return value in `result`."""
 
     result: T
 
@@ -94,17 +94,17 @@ class ResultGraph(NamedTuple, Generic[T]):
     """A captured call. Every launch overwrites its result in the same memory."""
 
     launch: Launch
-    kept: RememberedCall[T]
+    call: RememberedCall[T]
 
     @property
     def result(self) -> T:
-        return self.kept.result
+        return self.call.result
 
 
 def record_result(capture: Capture, call: Callable[[], T], rehearse: Launch) -> ResultGraph[T]:
     """Capture `call`, and keep the tensors that it returned during capture."""
-    kept = RememberedCall(call)
-    return ResultGraph(capture.record(kept, rehearse), kept)
+    remembered = RememberedCall(call)
+    return ResultGraph(capture.record(remembered, rehearse), remembered)
 
 
 @contextmanager
