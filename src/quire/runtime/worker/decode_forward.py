@@ -89,10 +89,10 @@ class DecodeForward:
     of that row.
     """
 
-    def __init__(self, model: Model, state: DeviceParts) -> None:
-        self._model, self._state, self._rows = model, state, state.rows
-        rows = state.rows
-        self._tables = tables_of(rows, state.cache)
+    def __init__(self, model: Model, parts: DeviceParts) -> None:
+        self._model, self._parts, self._rows = model, parts, parts.rows
+        rows = parts.rows
+        self._tables = tables_of(rows, parts.cache)
         self.buckets = row_buckets(rows.spare)
         most, device = self.buckets[-1], rows.device
         self.entries = torch.full((most,), PADDING, dtype=torch.int32, device=device)  # rows of the step
@@ -103,7 +103,7 @@ class DecodeForward:
         self._state_spans = torch.ones(most, 2, dtype=torch.int32, device=device)  # (token, count) of each row
         self._state_spans[:, 0] = torch.arange(most)
         self._state_slots = torch.full((most, 2), PADDING, dtype=torch.int32, device=device)
-        self._adapters = None if state.adapters is None else GraphAdapters(state.adapters, most, device)
+        self._adapters = None if parts.adapters is None else GraphAdapters(parts.adapters, most, device)
         self._written, self._written_bucket = NO_ROWS, 0  # what `entries` and `_places` hold
 
     @property
@@ -113,8 +113,8 @@ class DecodeForward:
 
     def kind(self, rows: Ints) -> DecodeKind:
         """Return the kind of a step of these rows, as far as the layers determine it."""
-        cascade = self._state.shared.update_groups(rows)
-        adapters = self._state.adapters is not None and self._state.adapters.are_used(rows)
+        cascade = self._parts.shared.update_groups(rows)
+        adapters = self._parts.adapters is not None and self._parts.adapters.are_used(rows)
         return DecodeKind(self.buckets[bisect_left(self.buckets, len(rows))], cascade=cascade, adapters=adapters)
 
     def write(self, rows: Ints, kind: DecodeKind) -> None:
@@ -139,8 +139,8 @@ class DecodeForward:
         bucket = kind.bucket
         entries, lengths, positions = self.entries[:bucket], self.lengths[:bucket], self._positions[:bucket]
         torch.index_select(self._rows.history.lengths, 0, self._places[:bucket], out=lengths)
-        plan = self._state.attention.plan(entries, positions, lengths, self._rows.tables, None, cascade=kind.cascade)
-        history, attention = self._rows.history, self._state.attention
+        plan = self._parts.attention.plan(entries, positions, lengths, self._rows.tables, None, cascade=kind.cascade)
+        history, attention = self._rows.history, self._parts.attention
         vectors = self._model.embedding.newest(entries, history.tokens, history.lengths, positions)
         step = ForwardStep(
             token_ids=self._no_tokens,  # the model reads `vectors` instead
@@ -148,7 +148,7 @@ class DecodeForward:
             lengths=lengths,
             max_length=self._rows.capacity,
             slots=positions[:0],  # layers compute slots from the block tables
-            caches=self._state.cache.layers,
+            caches=self._parts.cache.layers,
             attention=plan,
             backend=attention,
             num_layers=layers,
@@ -164,13 +164,13 @@ class DecodeForward:
     def _axes(self, bucket: int, positions: Tensor) -> Tensor | None:  # [1, bucket]
         """Return the position of each row's newest token. After the prompt, a row's position differs from its token
         index by a constant, and is the same on all axes."""
-        images = self._state.images
+        images = self._parts.images
         if images is None:
             return None
         return (positions + images.shifts.index_select(0, self._places[:bucket])).unsqueeze(0)
 
     def _state_step(self, bucket: int) -> StateStep | None:
-        states = self._state.states
+        states = self._parts.states
         if states is None:
             return None
         spans, slots = self._state_spans[:bucket], self._state_slots[:bucket]

@@ -62,7 +62,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        state: DeviceParts,
+        parts: DeviceParts,
         sampling: GraphSampler,
         choice: TritonChoice,
         capture: Capture,
@@ -72,11 +72,11 @@ class DecodeGraphs:
     ) -> None:
         self._has_programs = has_programs
         self._longest_row: int | None = None  # tokens for which one kernel runs all layers; None: no such kernel
-        self._model, self._rows, self._vocabulary = model, state.rows, vocabulary
-        self._caches = state.cache.layers
+        self._model, self._rows, self._vocabulary = model, parts.rows, vocabulary
+        self._caches = parts.cache.layers
         self._sampling, self._choice, self._capture = sampling, choice, capture
-        self._forward = DecodeForward(model, state)
-        most, device = self._forward.buckets[-1], state.rows.device
+        self._forward = DecodeForward(model, parts)
+        most, device = self._forward.buckets[-1], parts.rows.device
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._lists = ListSpace(most, choice.vocab_size, device)
         self._graphs = KindGraphs("decoding", self._forward.buckets, self._make)

@@ -49,10 +49,10 @@ class DeviceBatchBuilder:
     tokens.
     """
 
-    def __init__(self, state: DeviceParts, buckets: Sequence[int], *, plain: bool) -> None:
-        rows, cache = state.rows, state.cache
-        self._rows, self._cache, self._attention, self._shared = rows, cache, state.attention, state.shared
-        self._plain, self._states, self._images, self.adapters = plain, state.states, state.images, state.adapters
+    def __init__(self, parts: DeviceParts, buckets: Sequence[int], *, plain: bool) -> None:
+        rows, cache = parts.rows, parts.cache
+        self._rows, self._cache, self._attention, self._shared = rows, cache, parts.attention, parts.shared
+        self._plain, self._states, self._images, self.adapters = plain, parts.states, parts.images, parts.adapters
         self._buckets = () if plain else tuple(buckets)
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
         self._tables = tables_of(rows, cache)

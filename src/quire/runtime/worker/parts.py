@@ -162,33 +162,33 @@ def _device_parts(
     most = scheduler.num_rows if config.speculation is None else scheduler.num_samples  # decode attention tokens
     backend.reserve(cache.of_tables, most, scratch_tokens(model_config, config))
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
-    state = DeviceParts(rows, cache, backend, SharedPrefixes(rows, backend), states, images, adapters)
+    shared = DeviceParts(rows, cache, backend, SharedPrefixes(rows, backend), states, images, adapters)
     on_gpu, group = rows.device.type == "cuda", ranks.tensor
     is_captured, is_stage = model.is_static and (group.in_graphs or not on_gpu), ranks.place.config.pipeline > 1
     if config.device.enforce_eager or not is_captured:
-        batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
+        batches = DeviceBatchBuilder(shared, (), plain=not model.is_static)
         return WorkerParts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
     model.reserve(rows.capacity)
     buckets = token_buckets(model_config, config)
     if isinstance(model.embedding, ReceivedStream):
         model.embedding.reserve(max(*buckets, *row_buckets(rows.spare)), rows.device)
     capture = CudaCapture(rows.device, alone=group.size == 1, is_stage=is_stage) if on_gpu else NoCapture()
-    batches = DeviceBatchBuilder(state, buckets, plain=False)
+    batches = DeviceBatchBuilder(shared, buckets, plain=False)
     choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)
     graphs: DecodeGraphs | HiddenGraphs
     if not ranks.place.is_last_stage:
-        graphs = HiddenGraphs(model, state, capture)
+        graphs = HiddenGraphs(model, shared, capture)
     elif choice is None:
         return WorkerParts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
     else:
         has_programs = images is None and not is_stage
-        graphs = DecodeGraphs(model, state, *choice, capture, vocabulary, has_programs=has_programs)
+        graphs = DecodeGraphs(model, shared, *choice, capture, vocabulary, has_programs=has_programs)
     agree, alone = partial(_agree, group, rows.device), group.size == 1 and not is_stage
     ready = partial(prepare, batches, forward, graphs, agree, alone=alone)
     has_short = config.speculation is not None and states is None and images is None and not is_stage
     if not has_short or not isinstance(graphs, DecodeGraphs) or choice is None:
         return WorkerParts(rows, cache, batches, forward, graphs, ready, states, images)
-    short = ShortGraphs(model, state, *choice, capture, vocabulary, most=most)
+    short = ShortGraphs(model, shared, *choice, capture, vocabulary, most=most)
     return WorkerParts(rows, cache, batches, forward, AllGraphs(graphs, short), partial(ready, short=short))
 
 

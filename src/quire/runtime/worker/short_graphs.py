@@ -82,7 +82,7 @@ class ShortGraphs:
     def __init__(
         self,
         model: Model,
-        state: DeviceParts,
+        parts: DeviceParts,
         sampling: GraphSampler,
         choice: TritonChoice,
         capture: Capture,
@@ -90,15 +90,15 @@ class ShortGraphs:
         *,
         most: int,  # tokens that attention has work lists for, and that can be sampled at once
     ) -> None:
-        self._model, self._state, self._rows, self._vocabulary = model, state, state.rows, vocabulary
+        self._model, self._parts, self._rows, self._vocabulary = model, parts, parts.rows, vocabulary
         self._sampling, self._choice, self._capture = sampling, choice, capture
-        self._tables = tables_of(state.rows, state.cache)
+        self._tables = tables_of(parts.rows, parts.cache)
         self._buckets = tuple(bucket for bucket in row_buckets(min(most, MOST)) if bucket >= FEWEST)
-        device = state.rows.device
+        device = parts.rows.device
         largest = self._buckets[-1]
         self._memory = torch.empty(largest * _BYTES_PER_TOKEN + _BYTES_BESIDE, dtype=torch.uint8, device=device)
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._adapters = None if state.adapters is None else GraphAdapters(state.adapters, largest, device)
+        self._adapters = None if parts.adapters is None else GraphAdapters(parts.adapters, largest, device)
         self._graphs = KindGraphs("steps with short chunks", self._buckets, self._make)
 
     @property
@@ -152,7 +152,7 @@ class ShortGraphs:
 
     def _kind(self, plan: StepPlan, tokens: _Tokens) -> ShortKind:
         bucket = self._buckets[bisect_left(self._buckets, len(tokens.rows))]
-        adapters = self._state.adapters is not None and self._state.adapters.are_used(tokens.rows)
+        adapters = self._parts.adapters is not None and self._parts.adapters.are_used(tokens.rows)
         return ShortKind(bucket, self._choice.needs_top_k_top_p(plan.sample_rows), adapters)
 
     def _make(self, kind: ShortKind) -> Launch:
@@ -178,7 +178,7 @@ class ShortGraphs:
     def _launch(self, kind: ShortKind, given: _Given, *, layers: int | None = None) -> None:
         """Run what a graph captures. With `layers`, only that many layers run: they launch the same kernels fewer
         times."""
-        rows, attention, nothing = self._rows, self._state.attention, given.positions[:0]
+        rows, attention, nothing = self._rows, self._parts.attention, given.positions[:0]
         token_ids = rows.tokens.view(-1).index_select(0, given.places)
         plan = attention.plan(given.rows, given.positions, given.lengths, rows.tables, None)
         step = ForwardStep(
@@ -187,7 +187,7 @@ class ShortGraphs:
             lengths=given.lengths,
             max_length=rows.capacity,
             slots=nothing,  # layers compute slots from the block tables
-            caches=self._state.cache.layers,
+            caches=self._parts.cache.layers,
             attention=plan,
             backend=attention,
             num_layers=layers,

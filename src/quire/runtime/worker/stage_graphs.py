@@ -22,9 +22,9 @@ class HiddenGraphs:
 
     left: Hidden  # output of the last step
 
-    def __init__(self, model: Model, state: DeviceParts, capture: Capture) -> None:
-        self._model, self._capture, self._device = model, capture, state.rows.device
-        self._forward = DecodeForward(model, state)
+    def __init__(self, model: Model, parts: DeviceParts, capture: Capture) -> None:
+        self._model, self._capture, self._device = model, capture, parts.rows.device
+        self._forward = DecodeForward(model, parts)
         self._graphs = KindGraphs("decoding of a stage", self._forward.buckets, self._make)
 
     @property
