@@ -33,10 +33,10 @@ class _Wait:
 class _Request:
     """The files that one group needs, and how far they are read. Blocks of other engines are handled like files."""
 
-    __slots__ = ("asked", "is_over", "left", "names", "ordered", "wait")
+    __slots__ = ("is_over", "left", "lookup", "names", "ordered", "wait")
 
-    def __init__(self, asked: RemoteLookup | None) -> None:
-        self.asked = asked  # the lookup at other engines, until it is answered
+    def __init__(self, lookup: RemoteLookup | None) -> None:
+        self.lookup = lookup  # the lookup at other engines, until it is answered
         self.names: list[bytes] = []  # all files, once they were looked up
         self.left: list[bytes] = []  # files whose reading is still to be ordered
         self.ordered: list[bytes] = []  # files whose reading was ordered, and that may not have arrived yet
@@ -44,7 +44,7 @@ class _Request:
         self.wait: _Wait | None = None  # since the group could first have been admitted
 
     def set_names(self, names: list[bytes]) -> None:
-        self.names, self.left, self.asked = names, names, None
+        self.names, self.left, self.lookup = names, names, None
         self.is_over = self.is_over or not names
 
 
@@ -88,9 +88,9 @@ class FilePrefetch:
         request = self._requests.get(group)
         if request is None:
             request = self._requests[group] = _Request(self.ask(group) if self._asks else None)
-        elif request.asked is None or request.is_over:
+        elif request.lookup is None or request.is_over:
             return request
-        if request.asked is None or not self._tiers.is_asking(request.asked):
+        if request.lookup is None or not self._tiers.is_asking(request.lookup):
             request.set_names(self.find(group, None))
         return request
 
@@ -149,15 +149,15 @@ class FilePrefetch:
 
     def _num_missing(self, request: _Request) -> int:
         """Return how many files of a request have not been read; before they are looked up, how many it may have."""
-        if request.asked is not None:
-            return request.asked.num_blocks
+        if request.lookup is not None:
+            return request.lookup.num_blocks
         request.ordered = [name for name in request.ordered if self._tiers.is_fetching(name)]
         return len(request.left) + len(request.ordered)
 
     def _end_wait(self, request: _Request) -> None:
         """End the wait of a group: it computes the tokens of files that have not been read."""
         self._tiers.count_late(self._num_missing(request))
-        request.is_over, request.asked = True, None
+        request.is_over, request.lookup = True, None
 
     def take_ready(self, now: float, rank: Callable[[Group], Key]) -> list[Group]:
         """Return the groups that may be chosen again: those that no longer wait for their files, and passed-over groups

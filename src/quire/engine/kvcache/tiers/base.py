@@ -87,7 +87,7 @@ class Tiers(Protocol):
         missing ones again.
         """
 
-    def is_asking(self, asked: RemoteLookup) -> bool:
+    def is_asking(self, lookup: RemoteLookup) -> bool:
         """Whether a lookup has not been answered."""
 
     def put_counts(self) -> tuple[int, int]:
@@ -178,7 +178,7 @@ class NoTiers:
 
     def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> RemoteLookup | None: ...
 
-    def is_asking(self, asked: RemoteLookup) -> bool:  # noqa: ARG002 - Tiers' signature
+    def is_asking(self, lookup: RemoteLookup) -> bool:  # noqa: ARG002 - Tiers' signature
         return False
 
     def put_counts(self) -> tuple[int, int]:

@@ -177,8 +177,8 @@ class TierManager:
     def put_counts(self) -> tuple[int, int]:
         return (0, 0) if self._remote is None else self._remote.put_counts
 
-    def is_asking(self, asked: RemoteLookup) -> bool:
-        return self._remote is not None and self._remote.is_asking(asked.number)
+    def is_asking(self, lookup: RemoteLookup) -> bool:
+        return self._remote is not None and self._remote.is_asking(lookup.number)
 
     def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:
         num_full = num_tokens // self._block_size
