@@ -27,7 +27,7 @@ class GroupedTable(BlockTable):
     def __init__(self, pool: GroupedPool, block_size: int, tree: PrefixTree | None = None) -> None:
         super().__init__(pool, block_size, tree)
         self._sides = pool
-        self._first_read = 0  # it reads the window blocks of its blocks from this index on
+        self._first_read = 0  # it holds the window blocks of its blocks from this index on
         self.state = NO_STATE  # the slot that holds the state after all tokens that were planned
         self._is_known = False  # the workers know this slot
         self._drafted: list[tuple[int, int, int]] = []  # (first draft token, end, slot of the state at the end)

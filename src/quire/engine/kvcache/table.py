@@ -53,7 +53,7 @@ class BlockTable:
 
     @property
     def num_window_blocks(self) -> int:
-        """Window blocks that this table reads."""
+        """Window blocks that this table holds."""
         return 0
 
     @property

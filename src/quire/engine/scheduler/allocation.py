@@ -185,7 +185,8 @@ def _expected_tokens(group: Group) -> int:
 
 
 class ReservedAllocation:
-    """Contiguous allocation: a sequence gets a run of blocks on admission, whose length the policy decides."""
+    """Contiguous allocation: a sequence gets an extent of adjacent blocks on admission, whose length the policy
+    decides."""
 
     def __init__(self, pool: ExtentPool, block_size: int, policy: Policy, *, frees_together: bool) -> None:
         self._pool, self._block_size, self._policy = pool, block_size, policy

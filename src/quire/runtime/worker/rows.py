@@ -1,4 +1,5 @@
-"""Persistent rows: what the device keeps of every live sequence, with the lengths mirrored on the host.
+"""Persistent rows: what the device stores about every live sequence, with the lengths mirrored on the host. The
+engine's side of them is RowTable (engine/scheduler/row_table.py).
 
 The host never reads the device to plan a batch: it knows every length, because lengths do not depend on token values.
 """
@@ -139,7 +140,7 @@ class Rows:
         return self.uploader.upload(numbers)[0]
 
     def check(self) -> None:
-        """Waits for the device."""
+        """Assert that rows are consistent. Waits for the device."""
         if self.windows is not None:
             self.windows.check()
         live = np.flatnonzero(self.live)

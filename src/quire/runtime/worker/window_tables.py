@@ -43,7 +43,7 @@ class WindowTables:
         return self.memory.flatten(1).index_select(1, places)
 
     def check(self) -> None:
-        """Waits for the device."""
+        """Assert that all entries are valid block ids. Waits for the device."""
         num_blocks = self._of_block.shape[1]
         for numbers in (self.memory, self._of_block):
             assert int(numbers.min()) >= 0
