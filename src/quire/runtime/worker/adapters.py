@@ -92,7 +92,7 @@ class RowAdapters:
         if self.slots.kernels != "triton":
             return self._grouped(slots)
         arrays, most = self.tiles(token_rows)
-        on_device = (to_device(torch.from_numpy(numbers), self.slots.device) for numbers in arrays)
+        on_device = (to_device(torch.from_numpy(array), self.slots.device) for array in arrays)
         return AdaptedRows(tiles=AdapterTiles(most, *on_device))
 
     def tiles(self, token_rows: Longs, room: int | None = None) -> tuple[TileArrays, int]:

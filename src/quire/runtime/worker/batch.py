@@ -74,7 +74,7 @@ class Gathered(NamedTuple):
 
     token_ids: Tensor  # [tokens]
     slots: tuple[Tensor, ...]  # cache slots for each block table, see ForwardStep
-    numbers: Sequence[Tensor]  # the uploaded host arrays
+    uploaded: Sequence[Tensor]  # the uploaded host arrays
 
 
 class BatchBuilder:
@@ -112,7 +112,7 @@ class BatchBuilder:
         self._clear_entered(plan, decodes)
         attention, *others = self._plans(plan, decodes)
         found = self._gather(token_rows, positions, (positions, lengths, *places[:5]))
-        position, length, *chosen = found.numbers
+        position, length, *chosen = found.uploaded
         step = ForwardStep(
             token_ids=found.token_ids,
             positions=position,
@@ -129,16 +129,16 @@ class BatchBuilder:
         )
         return make_batch(step, places, chosen, len(positions))
 
-    def _gather(self, token_rows: Longs, positions: Longs, numbers: Sequence[Longs]) -> Gathered:
-        """Upload `numbers`, and gather the token ids and cache slots of the batch's tokens on the device."""
+    def _gather(self, token_rows: Longs, positions: Longs, arrays: Sequence[Longs]) -> Gathered:
+        """Upload `arrays`, and gather the token ids and cache slots of the batch's tokens on the device."""
         rows, count = self._rows, len(positions)
         where, blocks, *uploaded = torch.split(
             rows.upload(np.concatenate((
                 token_rows * rows.capacity + positions,
                 token_rows * rows.max_blocks + positions // rows.block_size,
-                *numbers,
+                *arrays,
             ))),
-            [count, count, *map(len, numbers)],
+            [count, count, *map(len, arrays)],
         )  # fmt: skip
         held = rows.tables.view(-1).index_select(0, blocks)
         slots = slots_of(held, uploaded[0], self._heads[0], rows.block_size)

@@ -135,9 +135,9 @@ class Rows:
             lengths[row] += 1
             self.lengths[row] += 1
 
-    def upload(self, numbers: Longs) -> Tensor:
+    def upload(self, values: Longs) -> Tensor:
         """Copy an array to the device without waiting for it."""
-        return self.uploader.upload(numbers)[0]
+        return self.uploader.upload(values)[0]
 
     def check(self) -> None:
         """Assert that rows are consistent. Waits for the device."""

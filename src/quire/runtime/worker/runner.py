@@ -67,15 +67,15 @@ class StepOutput:
 
     def result(self, on_host: Sequence[Tensor]) -> StepResult:
         """Return the result, given host copies of `tensors`. The caller may overwrite the copies afterwards."""
-        tokens, numbers = on_host[0].numpy().astype(np.int32), iter(on_host[1:])
+        tokens, tensors = on_host[0].numpy().astype(np.int32), iter(on_host[1:])
         return StepResult(
             self.plan.step,
             tokens.clip(min=0),
-            _read(self.report.logprobs, numbers),
-            _read(self.prompt_logprobs, numbers),
+            _read(self.report.logprobs, tensors),
+            _read(self.prompt_logprobs, tensors),
             self.failures + row_failures(self.plan.sample_rows, tokens, self.masked),
-            _read(self.report.candidates, numbers),
-            _read(self.drafts, numbers),
+            _read(self.report.candidates, tensors),
+            _read(self.drafts, tensors),
             self.pooled,
         )
 
@@ -89,9 +89,9 @@ def masked_samples(masks: Masks | None) -> Ints:
     return NO_ROWS if masks is None else masks.samples
 
 
-def _read(part: Pending[_Part], numbers: Iterator[Tensor]) -> _Part:
+def _read(part: Pending[_Part], tensors: Iterator[Tensor]) -> _Part:
     """Finish a part of the output with the next host tensors."""
-    return part.finish(tuple(islice(numbers, len(part.tensors))))
+    return part.finish(tuple(islice(tensors, len(part.tensors))))
 
 
 class Sampled(Protocol):

@@ -45,6 +45,6 @@ class WindowTables:
     def check(self) -> None:
         """Assert that all entries are valid block ids. Waits for the device."""
         num_blocks = self._of_block.shape[1]
-        for numbers in (self.memory, self._of_block):
-            assert int(numbers.min()) >= 0
-            assert int(numbers.max()) < num_blocks
+        for tensor in (self.memory, self._of_block):
+            assert int(tensor.min()) >= 0
+            assert int(tensor.max()) < num_blocks
