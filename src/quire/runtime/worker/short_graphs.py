@@ -93,7 +93,8 @@ class ShortGraphs:
         self._model, self._parts, self._rows, self._vocabulary = model, parts, parts.rows, vocabulary
         self._sampling, self._choice, self._capture = sampling, choice, capture
         self._tables = tables_of(parts.rows, parts.cache)
-        self._buckets = tuple(bucket for bucket in row_buckets(min(most, MOST)) if bucket >= FEWEST)
+        whole = min(most, MOST) // FEWEST * FEWEST  # no graph of its own for the few tokens beyond
+        self._buckets = tuple(bucket for bucket in row_buckets(whole) if bucket >= FEWEST)
         device = parts.rows.device
         largest = self._buckets[-1]
         self._memory = torch.empty(largest * _BYTES_PER_TOKEN + _BYTES_BESIDE, dtype=torch.uint8, device=device)
