@@ -18,7 +18,7 @@ from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.sampling.make import make_sampler
-from quire.runtime.worker.graphs import DecodeGraphs
+from quire.runtime.worker.decode_graphs import DecodeGraphs
 from quire.types.step import Chunk
 from tiny_models import DEVICE, VOCAB, Bench, engine_config
 

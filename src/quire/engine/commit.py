@@ -143,7 +143,7 @@ class Committer:
         if sequence.controller.is_guided and ending[0] == "length":
             try:
                 ending = sequence.controller.ending_with(token) or ending
-            except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+            except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
                 self._fail(sequence.group, fault_of(error))
                 return
         self._end(sequence, ending)
@@ -170,12 +170,12 @@ class Committer:
         proposers, observed = tuple(sequence.controller.proposer for sequence in sequences), tokens[places]
         try:
             wanted = self._proposers.observe(proposers, observed)
-        except Exception:  # noqa: BLE001 - one request's fault must not become everyone's: find that request
+        except Exception:  # noqa: BLE001 - contain the fault: only this request ends; find it
             wanted = []
             for place, sequence in enumerate(sequences):
                 try:
                     self._proposers.observe(proposers[place : place + 1], observed[place : place + 1])
-                except Exception as error:  # noqa: BLE001 - likewise
+                except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
                     self._fail(sequence.group, fault_of(error))
         for place in wanted:
             if sequences[place].row is not None:

@@ -148,7 +148,7 @@ class EngineCore:
         self._observer.aborting(group, abort)
         try:
             self._abort(group, abort)
-        except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+        except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
             self._fail(group, fault_of(error))
         self._observer.aborted(group, abort)
 
@@ -240,7 +240,7 @@ class EngineCore:
                 del self._compiling[group]
                 for index in [sample.index for sample in group.ended]:  # samples that were aborted in the meantime
                     self._scheduler.end(group.live.pop(next(i for i, s in enumerate(group.live) if s.index == index)))
-            except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+            except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
                 self._fail(group, fault_of(error))
             self._observer.compiled(group)
 
@@ -279,7 +279,7 @@ class EngineCore:
             group.end(sequence, self._scheduler.end(sequence), *ending)
             if not group.live:
                 self._finish_request(group, group.finish_message(self._clock()))
-        except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+        except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
             self._fail(group, fault_of(error))
 
     def _finish_search(self, group: Group, cut_off: Ending | None = None) -> None:

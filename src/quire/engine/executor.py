@@ -55,5 +55,5 @@ class PreparesMore(Protocol):
         """Do a small part of the work. Called between steps, with none in flight. Returns the seconds after which there
         may be more to do; None: nothing is left. Never raises."""
 
-    def compile_rest(self) -> None:
+    def compile_remaining(self) -> None:
         """Start all remaining compilations in the background, for engines that never call `prepare_more`."""

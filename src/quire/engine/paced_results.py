@@ -54,14 +54,14 @@ class PacedResults:
             sampled = result.token_ids[awaited.place : awaited.place + awaited.count].tolist()
             try:
                 taken.append(PacedResult(sequence, self._verify(sequence, sampled)))
-            except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+            except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
                 self._fail(sequence.group, fault_of(error))
         self._offer_drafts(step, result)
         lines = {} if result.candidates is None else _lines(result.candidates)
         for group, places in beams.items():
             try:
                 self._search(group, places, result, lines)
-            except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+            except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
                 self._fail(group, fault_of(error))
         if self._scheduler.policy.counts_outputs:
             for sequence, verified in taken:
@@ -96,7 +96,7 @@ class PacedResults:
             if sequence is not None and step.lease_of(draft.row) == table.leases[draft.row]:
                 try:
                     sequence.controller.proposer.offer(draft.token_ids.tolist())
-                except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+                except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
                     self._fail(sequence.group, fault_of(error))
 
     # --------------------------------------------------------------------------------------------------- beams

@@ -16,8 +16,8 @@ from quire.engine.decoding.grammar import Matcher
 from quire.engine.decoding.group import NOT_STREAMED, Group, Sequence
 from quire.engine.decoding.stop_text import StopRules, StopText
 from quire.engine.decoding.tools import DecodingTools
+from quire.engine.kvcache.contiguous import reserved_tokens
 from quire.engine.kvcache.keys import TOKEN_BYTES
-from quire.engine.kvcache.reserve import reserved_tokens
 from quire.engine.kvcache.table import BlockTable
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.speculation.proposer import NO_PROPOSER

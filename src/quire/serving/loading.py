@@ -163,7 +163,7 @@ def _load_engine(
     requests = RequestMaker(text, planned.model.eos_ids, checker)
     core = planned.build(load_format, progress, planned.tools(vocabulary))
     if isinstance(core.executor, PreparesMore):
-        core.executor.compile_rest()
+        core.executor.compile_remaining()
     return LoadedModel(
         files=planned.files,
         model_config=planned.model,

@@ -193,7 +193,7 @@ class _Compiling:
             self._compiled = compile_text(self._text)
         except GrammarError as error:
             self.fail(str(error).removeprefix(_FIELD))
-        except Exception as error:  # noqa: BLE001 - one grammar's fault must not stop the thread
+        except Exception as error:  # noqa: BLE001 - contain the fault: only this grammar's requests end
             self.fail(f"cannot be compiled: {error}")
 
     def fail(self, reason: str) -> None:

@@ -89,7 +89,8 @@ class MaskTable:
 
     # ------------------------------------------------------------------------------------------ the engine's thread
     def begin(self, rows: Sequence[int], matchers: Sequence[Matcher], tokens: Sequence[int] | None = None) -> None:
-        """Start to compute the masks of these rows at their matchers' current positions. Returns at once.
+        """Start to compute the next-token masks of these rows, at their matchers' current positions. Returns at once;
+        `finish` returns the masks.
 
         With `tokens`, each matcher first consumes its token, which was sampled under the previous mask and does not end
         the request. Without `tokens`, no matcher may be over.
@@ -179,7 +180,7 @@ class MaskTable:
                 continue
             try:
                 token = matcher.forced_token()
-            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+            except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
                 failed[line] = _as_grammar_error(error)
                 continue
             if token is None:
@@ -241,7 +242,7 @@ class MaskTable:
             return
         try:
             are_consumed = pool.consume_token_par([(matcher.state, tokens[line]) for matcher, line in together])
-        except Exception:  # noqa: BLE001 - one matcher is at fault, and none has consumed anything
+        except Exception:  # noqa: BLE001 - contain the fault: none has consumed its token, so try each alone
             for _, line in together:
                 self._consume_alone(batch, line)
             return
@@ -254,7 +255,7 @@ class MaskTable:
                 else:
                     matcher.undo_failure()
                     self._consume_alone(batch, line)
-            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+            except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
                 batch.failed[line] = _as_grammar_error(error)
 
     def _compute_in_threads(self, batch: _Batch, pool: LLExecutor) -> None:
@@ -268,7 +269,7 @@ class MaskTable:
         items = [item for group in by_lexer.values() for item in group]
         try:
             pool.unsafe_compute_mask_ptr(items, self._filled.ctypes.data, self._line_bytes, len(self._filled))
-        except Exception:  # noqa: BLE001 - one matcher is at fault: each is asked alone
+        except Exception:  # noqa: BLE001 - contain the fault: ask each matcher alone
             for _, line in items:
                 self._compute_alone(batch, line)
         else:
@@ -302,7 +303,7 @@ class MaskTable:
             matcher, line = batch.asked[place]
             try:
                 matcher.find_run()
-            except Exception:  # noqa: BLE001 - a row's fault ends its request alone
+            except Exception:  # noqa: BLE001 - contain the fault: only this request ends
                 self._compute_alone(batch, line)
 
     def _find_narrow(self, lines: npt.NDArray[np.intp]) -> tuple[Flags, Flags]:
@@ -337,7 +338,7 @@ class MaskTable:
             if not matcher.advance(token):
                 raise GrammarError(f"structured_outputs: token {token} was chosen where the grammar does not allow it")
             batch.over[line] = matcher.is_over
-        except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+        except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
             batch.failed[line] = _as_grammar_error(error)
 
     def _compute_alone(self, batch: _Batch, line: int) -> None:
@@ -348,7 +349,7 @@ class MaskTable:
                 if not bits.any():
                     raise GrammarError("structured_outputs: no token can follow, and the answer may not end here")
                 self._filled[line, : self._words] = bits
-            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+            except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
                 batch.failed[line] = _as_grammar_error(error)
             else:
                 return

@@ -1,4 +1,4 @@
-"""Eviction policies: they choose the cached run whose last blocks are evicted next."""
+"""Eviction policies of the prefix tree: each chooses the cached run whose last blocks are evicted next."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _SLACK = 64  # outdated heap entries that are always tolerated
 
 
 class EvictionPolicy(Protocol):
-    """Orders the runs of the prefix tree that no table holds, by eviction. The victim is always a leaf.
+    """Chooses which run of the prefix tree loses blocks next, among the runs that no table holds. The victim is always
+    a leaf, so a run is evicted before the runs above it.
 
-    A table that holds a run holds all runs above it, so a parent never loses its last holder before its children.
+    There always is such a leaf: a table that holds a run holds all runs above it, so a parent never loses its last
+    holder before its children do.
     """
 
     name: EvictionName

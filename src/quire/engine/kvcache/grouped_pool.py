@@ -1,5 +1,6 @@
-"""The block pool for models with groups of layers. Each block has side blocks: the window blocks of layers with a
-window, and the state of recurrent layers after the block's last token."""
+"""The block pool for models with groups of layers: sliding window layers, recurrent layers, or both. Each block has
+side blocks: the window blocks, in which layers with a sliding window keep its tokens, and the state of recurrent layers
+after its last token."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from quire.types.errors import OutOfBlocks
 _GAINS = 1_024  # how many of the last gains of side blocks by cached blocks the pool remembers
 
 
-class Blocks(Protocol):
-    """The blocks of a sequence, in order: a list, or a path through the prefix tree."""
+class BlockPath(Protocol):
+    """The blocks of a sequence, in order: a list, or the path to a node of the prefix tree."""
 
     def __getitem__(self, index: int, /) -> int: ...
 
@@ -25,9 +26,10 @@ class Blocks(Protocol):
 class GroupedPool(BlockPool):
     """Hands out blocks together with their window blocks. Both come from one pool; `num_free` counts all of them.
 
-    A block's window blocks live no longer than the block. Tables report which of their blocks are within the window
-    (`read`). Window blocks that no table reads are idle: they stay while memory lasts, so that a later request can
-    continue there, and are evicted first. Those at the end of a finished sequence are evicted last.
+    A block's window blocks live no longer than the block. Tables report which of their blocks enter and leave their
+    sliding window (`enter_window`, `leave_window`). Window blocks are freed in two steps. When their block is in no
+    table's window, they are idle: counted as free, but kept, so that a later request can continue there. They are
+    evicted when memory is needed, before any cached block; those at the end of a finished sequence are evicted last.
     """
 
     def __init__(self, num_blocks: int, groups: KVGroups, block_size: int, max_chunk: int) -> None:
@@ -57,7 +59,7 @@ class GroupedPool(BlockPool):
 
     @property
     def num_window_blocks(self) -> int:
-        """Window blocks that some table reads."""
+        """Window blocks that some table holds."""
         return self._width * len(self._readers)
 
     # -------------------------------------------------------------------------------------------------- allocating
@@ -168,8 +170,8 @@ class GroupedPool(BlockPool):
         window = self.groups.window
         return 0 if window is None else max(position - window + 1, 0) // self._block_size
 
-    def read(self, blocks: Sequence[int]) -> None:
-        """Count one more table for these blocks, which are in its window."""
+    def enter_window(self, blocks: Sequence[int]) -> None:
+        """Count one more table that has these blocks in its sliding window. Their window blocks must exist."""
         if self._width:
             readers = self._readers
             for block in blocks:
@@ -180,9 +182,9 @@ class GroupedPool(BlockPool):
                     self.num_free -= self._width
                 readers[block] += 1
 
-    def unread(self, blocks: Sequence[int], *, at_end: bool = False) -> None:
-        """Count one table less for these blocks, which were in its window. `at_end`: they are the table's last
-        blocks."""
+    def leave_window(self, blocks: Sequence[int], *, at_end: bool = False) -> None:
+        """Count one table less that has these blocks in its window. Window blocks that no table holds then become idle.
+        `at_end`: the blocks are the table's last ones, and their window blocks are evicted late."""
         if self._width:
             readers = self._readers
             for block in blocks:
@@ -208,8 +210,9 @@ class GroupedPool(BlockPool):
         return block
 
     def move_sides(self, block: int, other: int, count: int) -> None:
-        """Move the side blocks of `block`, which only the caller holds and does not read, to `other`, which has the
-        same tokens, as far as `other` lacks them. `count`: the blocks of the sequence up to and including this one."""
+        """Move the side blocks of `block`, which only the caller holds and which is in no window, to `other`, which has
+        the same tokens, as far as `other` lacks them. `count`: the blocks of the sequence up to and including this
+        one."""
         if self._holders[block] > 1:
             return
         if block in self._windows and other not in self._windows:
@@ -245,7 +248,7 @@ class GroupedPool(BlockPool):
         window = self.groups.window
         return 0 if window is None else -(-window // self._block_size)
 
-    def longest_resumable(self, blocks: Blocks, count: int, above: int = 0) -> int:
+    def longest_resumable(self, blocks: BlockPath, count: int, above: int = 0) -> int:
         """Return after how many of the first `count` blocks of a sequence a request can continue, at least more than
         `above`; 0: after none. The last of these blocks within the window must have window blocks, and the last one a
         checkpoint.
@@ -262,7 +265,7 @@ class GroupedPool(BlockPool):
             count = missing
         return 0
 
-    def _last_missing(self, blocks: Blocks, count: int) -> int | None:
+    def _last_missing(self, blocks: BlockPath, count: int) -> int | None:
         """Return the last of the first `count` blocks that is in the window of the next token but has no window
         blocks."""
         if not self._width:

@@ -1,5 +1,5 @@
-"""The block table of a sequence whose model has groups of layers: it tracks which blocks are in the window, and which
-slot holds the state of recurrent layers."""
+"""The block table of a sequence whose model has groups of layers. It tracks which of its blocks are in the sliding
+window, and which slot holds the state of recurrent layers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _TRAIL = 2  # ... the last _TRAIL stay: a sequence's end may be known a few toke
 
 
 class GroupedTable(BlockTable):
-    """A BlockTable that reads the window blocks of its last blocks and holds a state slot."""
+    """A BlockTable that also holds the window blocks of its last blocks, those in the sliding window, and the slot with
+    the sequence's recurrent state."""
 
     __slots__ = ("_drafted", "_first_read", "_is_known", "_kept", "_sides", "_trail", "_trailing", "state")
 
     def __init__(self, pool: GroupedPool, block_size: int, tree: PrefixTree | None = None) -> None:
         super().__init__(pool, block_size, tree)
         self._sides = pool
-        self._first_read = 0  # it reads the window blocks of its blocks from this index on
+        self._first_read = 0  # it holds the window blocks of its blocks from this index on
         self.state = NO_STATE  # the slot that holds the state after all tokens that were planned
         self._is_known = False  # the workers know this slot
         self._drafted: list[tuple[int, int, int]] = []  # (first draft token, end, slot of the state at the end)
@@ -45,7 +46,7 @@ class GroupedTable(BlockTable):
 
     def add_loaded(self, blocks: Sequence[int], num_tokens: int) -> None:
         """Append private blocks that the current plan loads, with the side blocks that are needed to continue after the
-        last of them. The caller reads the window blocks among them."""
+        last of them. The caller enters the window blocks among them (`GroupedPool.enter_window`)."""
         self.leave_window(num_tokens)
         self.extend(blocks, num_tokens)
         self._first_read = max(self._first_read, self._sides.first_seen(num_tokens))
@@ -56,7 +57,7 @@ class GroupedTable(BlockTable):
         return self._sides.groups.num_window_blocks * (len(self.blocks) - self._first_read)
 
     @property
-    def num_left(self) -> int:
+    def num_behind_window(self) -> int:
         return self._first_read if self._sides.groups.all_windows else 0
 
     def still_takes(self, num_blocks: int) -> int:
@@ -64,22 +65,21 @@ class GroupedTable(BlockTable):
             return self._sides.with_windows(num_blocks) - (len(self.blocks) - self._first_read)
         return self._sides.with_windows(num_blocks - len(self.blocks))
 
-    def rest(self) -> None:
-        """Hold no state: the state of a pinned prompt is evicted late, but its slot must not be missing for running
-        sequences."""
+    def become_pinned(self) -> None:
+        """Release the state slot: running sequences may need it. Its checkpoint stays, and is evicted late."""
         self._set_state(NO_STATE)
         if self._sides.states is not None and self.blocks:
             self._sides.states.set_end(self.blocks[-1])
 
     def _resume(self) -> None:
-        """Read the window blocks that the next token sees, and the state after the last block. Where window blocks are
-        missing, as after a pinned prompt, read only those that follow them."""
+        """Hold the window blocks that the next token sees, and the state after the last block. If some of these window
+        blocks are missing, as after a pinned prompt, hold only those after the last missing one."""
         pool, first = self._sides, len(self.blocks)
         wanted = pool.first_seen(self.num_tokens)
         while first > wanted and pool.has_windows(self.blocks[first - 1]):
             first -= 1
         self._first_read = first
-        pool.read(self.blocks[first:])
+        pool.enter_window(self.blocks[first:])
         self._take_state()
 
     def _take_state(self) -> None:
@@ -90,14 +90,14 @@ class GroupedTable(BlockTable):
             self._set_state(NO_STATE if slot is None else states.hold(slot))
 
     def _unread(self, *, at_end: bool = False) -> None:
-        self._sides.unread(self.blocks[self._first_read :], at_end=at_end)
+        self._sides.leave_window(self.blocks[self._first_read :], at_end=at_end)
         self._first_read = len(self.blocks)
 
     def _share(self, other: BlockTable) -> None:
         assert isinstance(other, GroupedTable)
         super()._share(other)
         self._first_read = other._first_read
-        self._sides.read(self.blocks[self._first_read :])
+        self._sides.enter_window(self.blocks[self._first_read :])
         states = self._sides.states
         if states is not None:
             self._set_state(NO_STATE if other.state == NO_STATE else states.hold(other.state))
@@ -143,19 +143,19 @@ class GroupedTable(BlockTable):
             pool, own = self._sides, copies[0].target
             pairs = list(zip(pool.memory_blocks(last), pool.memory_blocks(own), strict=True))
             copies = [BlockCopy(*pair) for pair in pairs]
-            pool.unread([last])
+            pool.leave_window([last])
         return copies
 
     def leave_window(self, position: int) -> None:
         """Release the window blocks that are seen neither by the token at `position` nor by any later one."""
         first = min(self._sides.first_seen(position), len(self.blocks))
         if first > self._first_read:
-            self._sides.unread(self.blocks[self._first_read : first])
+            self._sides.leave_window(self.blocks[self._first_read : first])
             self._first_read = first
 
     def truncate(self, num_tokens: int) -> None:
         kept = max(-(-num_tokens // self._block_size), self.num_cached)
-        self._sides.unread(self.blocks[max(kept, self._first_read) :])
+        self._sides.leave_window(self.blocks[max(kept, self._first_read) :])
         super().truncate(num_tokens)
         self._first_read = min(self._first_read, len(self.blocks))
 

@@ -1,4 +1,5 @@
-"""Keys of KV blocks: a key is a hash of everything that determines the block's content. Tokens are int32 bytes."""
+"""Keys of KV blocks, under which the tiers store them. A key is a hash of everything that determines the block's
+content: the key of the block before it and its own tokens. Tokens are int32 bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ TOKEN_BYTES = array("i").itemsize
 
 
 def frame(*fields: bytes) -> bytes:
-    """Join fields, each with its length before it, so that different lists of fields never give the same bytes."""
+    """Join fields, each with its length before it, so that two different lists of fields never give the same bytes."""
     return b"".join(len(field).to_bytes(8, "big") + field for field in fields)
 
 

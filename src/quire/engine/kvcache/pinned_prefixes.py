@@ -20,6 +20,8 @@ SHARE = 2  # at most 1 / SHARE of the blocks are pinned or reserved for pins
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
+    """A pinned prompt."""
+
     root: str  # cache_root of the blocks
     prompt: bytes  # its tokens as cache keys, without the padding to whole blocks
     num_tokens: int
@@ -28,6 +30,8 @@ class _Pin:
 
 @dataclass(frozen=True, slots=True)
 class _Reservation:
+    """The blocks reserved for the prompt of a running request that will be pinned."""
+
     num_tokens: int
     num_blocks: int
 
@@ -45,8 +49,9 @@ class PinnedPrefixes:
     """Holds the blocks of named prompts, each in its own block table, and reserves blocks for requests whose prompt
     will be pinned when they end.
 
-    Requests cannot use pinned or reserved blocks. These are at most half of the pool, and a pin is refused if it would
-    leave too few blocks for a live request. `tree` is None if the prefix cache is off.
+    Pinned and reserved blocks are not available for other requests' tokens, but a request whose prompt begins with a
+    pinned one reads its blocks. Pinned and reserved blocks together are at most half of the pool, and a pin is refused
+    if it would leave too few blocks for a live request. `tree` is None if the prefix cache is off.
     """
 
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, block_size: int) -> None:
@@ -74,7 +79,7 @@ class PinnedPrefixes:
         return found
 
     def _count(self) -> None:
-        self.num_blocks = len({block for table in self.tables for block in table.blocks[table.num_left :]})
+        self.num_blocks = len({block for table in self.tables for block in table.blocks[table.num_behind_window :]})
         windows = sum(pin.table.num_window_blocks for pin in self._held.values())
         reserved = sum(reservation.num_blocks for reservation in self._reservations.values())
         self.num_reserved = self.num_blocks + windows + reserved
@@ -137,7 +142,7 @@ class PinnedPrefixes:
             return  # another pin that shared some of its blocks was removed in the meantime
         table = table_type(self._pool)(self._pool, self._block_size, tree)
         table.start_with(node)
-        table.rest()
+        table.become_pinned()
         self.remove(*key)
         prompt = request.key_tokens[: reservation.num_tokens * TOKEN_BYTES]
         self._held[key] = _Pin(request.cache_root, prompt, reservation.num_tokens, table)

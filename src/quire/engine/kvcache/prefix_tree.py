@@ -64,17 +64,17 @@ class Node:
 
 
 class Match(NamedTuple):
-    """The longest cached prefix of some tokens.
+    """The longest cached prefix of some tokens: `num_blocks` whole blocks, the last of them in the run of `node`.
 
-    It has `num_blocks` whole blocks, the last of them in the run of `node`. If `partial` is set, the first tokens of
-    that block match too: `num_tokens` tokens match in all.
+    If `partial` is set, the first tokens of that block match too, so that `num_tokens` match in all, and `closest` is
+    its run. Otherwise `closest` may be a run that continues the match with other tokens; it tells whose prompt differs.
     """
 
     node: Node | None
     num_blocks: int = 0
     num_tokens: int = 0
     partial: int | None = None
-    closest: Node | None = None  # the run of `partial`; without one, a run that continues the match with other tokens
+    closest: Node | None = None
 
 
 NO_MATCH = Match(None)

@@ -1,5 +1,5 @@
-"""Records which request computed each run of the prefix tree, and which runs were evicted. From this the engine
-explains why no more of a prompt was in the prefix cache."""
+"""Records which request computed each run of the prefix tree and which runs were evicted, so that the engine can tell a
+client why no more of a prompt was found in the prefix cache."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Owner(NamedTuple):
 
 
 class Owners:
-    """The requests that computed the blocks of one run, each from a certain block on. Blocks are counted from the
-    root."""
+    """Which request computed each block of one run. Blocks are counted from the root of the tree, not from the start of
+    the run."""
 
     __slots__ = ("_first", "_later")
 
@@ -43,14 +43,15 @@ class Owners:
         return next((owner for start, owner in reversed(self._later) if start <= block), self._first)
 
     def extend(self, end: int, owner: Owner) -> None:
-        """Note that `owner` computed the blocks from `end` on. Blocks that others had computed there were evicted."""
+        """Note that `owner` computed the blocks from `end` on. Entries for blocks after `end` belong to evicted blocks
+        and are dropped."""
         if self._later is not None:
             self._later = [part for part in self._later if part[0] < end] or None
         if self.of(end) != owner:
             self._later = [*(self._later or ()), (end, owner)]
 
     def split(self, block: int) -> Owners:
-        """Keep the owners of the blocks from `block` on. Returns the owners of the blocks before it."""
+        """Keep the entries of the blocks from `block` on. Returns the Owners of the blocks before it."""
         head, later = Owners(self._first), self._later
         self._first = self.of(block)
         if later is not None:
@@ -60,7 +61,7 @@ class Owners:
 
 
 class Eviction(NamedTuple):
-    """The eviction of a run of blocks."""
+    """The eviction of consecutive blocks at the end of a run."""
 
     at: float  # seconds, on the engine's clock
     num_blocks: int

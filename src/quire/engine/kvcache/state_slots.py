@@ -32,17 +32,18 @@ class Checkpoint:
 
 
 class StateSlots:
-    """Hands out state slots. A slot holds the state of a whole sequence after some number of tokens.
+    """Hands out state slots. A slot holds the recurrent state of a sequence after some number of its tokens.
 
     A sequence writes to its own slot. A checkpoint is a slot that nobody writes to any more: it belongs to a block and
-    holds the state after that block's last token. Checkpoints that no sequence reads are idle, and one of them is
-    evicted when a slot is needed. All slots have the same size, so the one that is cheapest to compute again is evicted
-    (`Checkpoint.cost`). Checkpoints in the middle of a prompt, and ends that a later checkpoint continues, count less,
-    because only prompts that diverge there read them.
+    holds the state after that block's last token. Checkpoints that no sequence reads are idle. When a slot is needed
+    and none is free, the idle checkpoint with the lowest score is evicted.
 
-    The score of a checkpoint is its cost plus the age of the slots when it was last read; the age is the highest score
-    evicted so far (GreedyDual). So a checkpoint that nobody reads is evicted in time, whatever its cost. O(log n);
-    `keep` searches for the previous checkpoint block by block.
+    Age: the highest score evicted so far. The score of a checkpoint is the age at the time when it became idle, plus
+    its cost, the number of blocks to compute again without it (`Checkpoint.cost`). Costs of ends of prompts and answers
+    count END_WEIGHT times, until a later checkpoint continues the end; checkpoints in the middle of a prompt are read
+    only by prompts that diverge there. So the cheapest checkpoint is evicted first, and one that nobody reads is
+    evicted in time, whatever its cost (GreedyDual). O(log n); `keep` searches for the previous checkpoint block by
+    block.
     """
 
     def __init__(self, num_slots: int) -> None:

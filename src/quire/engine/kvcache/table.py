@@ -53,11 +53,11 @@ class BlockTable:
 
     @property
     def num_window_blocks(self) -> int:
-        """Window blocks that this table reads."""
+        """Window blocks that this table holds."""
         return 0
 
     @property
-    def num_left(self) -> int:
+    def num_behind_window(self) -> int:
         """How many of the first blocks have no memory any more, because their tokens have left the window of all
         layers."""
         return 0
@@ -66,7 +66,7 @@ class BlockTable:
         """Return how many more blocks of memory the table takes when it grows to `num_blocks` blocks."""
         return num_blocks - len(self.blocks)
 
-    def rest(self) -> None:
+    def become_pinned(self) -> None:
         """Note that the table belongs to a pinned prompt and computes nothing."""
 
     def takes_draft(self, num_rows: int) -> bool:  # noqa: ARG002 - for GroupedTable

@@ -1,5 +1,4 @@
-"""The block pool of models whose layers all have a window: tables list ids, and only ids within a window have
-memory."""
+"""The block pool of models in which every layer has a sliding window."""
 
 from __future__ import annotations
 
@@ -13,10 +12,13 @@ _IDS_PER_BLOCK = 8  # ids per block of memory from which cached ids are evicted 
 
 
 class WindowPool(GroupedPool):
-    """A GroupedPool whose blocks are ids without memory: the single window block of an id is its memory.
+    """A GroupedPool for models without any layer that keeps all tokens. The blocks in block tables and in the prefix
+    tree are only ids, one for each block of tokens. An id has memory, its single window block, only while it is in the
+    window of some table or idle (see GroupedPool).
 
-    Tables and the prefix tree hold ids of all tokens, so prefixes are found and shared as in any pool. Ids are created
-    as needed. `num_blocks`, `num_free` and `num_used` count memory. Plans name only memory (`memory_of`).
+    Tables and the tree list the ids of all tokens, so prefixes are found and shared as in any pool. Ids are created
+    when they are needed. `num_blocks`, `num_free` and `num_used` count memory, and plans name memory only
+    (`memory_of`).
     """
 
     names_memory = True
@@ -44,7 +46,7 @@ class WindowPool(GroupedPool):
 
     @property
     def num_shared(self) -> int:
-        """Blocks in the window of more than one table, cached or not."""
+        """Ids in the window of more than one table."""
         return sum(count > 1 for count in self._readers.values())
 
     def memory_of(self, block: int) -> int | None:
@@ -112,7 +114,7 @@ class WindowPool(GroupedPool):
             self._drop_sides(block)
 
     def take_assigned(self) -> dict[int, tuple[int, ...]]:
-        """Return nothing, because plans and workers name memory only."""
+        """Return nothing: plans name memory, so workers need not know which id it belongs to."""
         self._assigned.clear()
         return {}
 

@@ -1,4 +1,6 @@
-"""Counts what groups hold and have computed, for statistics, and checks that all owners agree."""
+"""Statistics and consistency checks over the scheduler's groups, block pool, prefix tree and row table. The statistics
+count what groups hold and have computed; the checks (`check_...`) assert that all owners agree on which block and which
+row belongs to whom."""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ def num_computed(group: Group) -> int:
 
 
 def slots_used(groups: Iterable[Group], pool: BlockPool, num_blocks: int, block_size: int) -> int:
-    """Return how many token slots of the `num_blocks` held blocks contain a computed token. All do, except those at the
-    end of tables. Shared slots count once."""
+    """Return how many token slots of the `num_blocks` held blocks contain a computed token. Only the last blocks of
+    tables have empty slots. Slots of a block that several tables hold count once."""
     num_empty = 0
     # Shared partial last blocks -> computed tokens of each holder in them.
     tails: defaultdict[int, list[int]] = defaultdict(list)
@@ -38,7 +40,8 @@ def slots_used(groups: Iterable[Group], pool: BlockPool, num_blocks: int, block_
 
 
 def in_memory(blocks: Iterable[int], pool: BlockPool) -> tuple[int, ...]:
-    """Return the memory of these blocks. Blocks without memory are left out."""
+    """Return the block of memory of each of these blocks (`BlockPool.memory_of`). Blocks without memory are left
+    out."""
     return tuple(memory for block in blocks if (memory := pool.memory_of(block)) is not None)
 
 
@@ -48,17 +51,17 @@ def request_blocks(groups: Iterable[Group], pool: BlockPool) -> tuple[RequestBlo
     for group in groups:
         state = "running" if group.is_running else "preempted" if group.num_preemptions else "waiting"
         tables = [sequence.table for sequence in group.live]
-        blocks = dict.fromkeys(block for table in tables for block in table.blocks[table.num_left :])
+        blocks = dict.fromkeys(block for table in tables for block in table.blocks[table.num_behind_window :])
         held = in_memory(blocks, pool)
         found.append(RequestBlocks(group.request.request_id, state, num_computed(group), held))
     return tuple(found)
 
 
 def block_holders(groups: Iterable[Group], pool: BlockPool, pins: PinnedPrefixes) -> tuple[int, ...]:
-    """Return the number of tables that hold each block of memory, by its id."""
+    """Return how many tables hold each block of memory, in the order of the blocks' ids."""
     tables = [*(sequence.table for group in groups for sequence in group.live), *pins.tables]
     if pool.names_memory:
-        held = Counter(block for table in tables for block in in_memory(table.blocks[table.num_left :], pool))
+        held = Counter(block for table in tables for block in in_memory(table.blocks[table.num_behind_window :], pool))
         return tuple(held[block] for block in range(pool.num_blocks))
     holders = [pool.holders(block) for block in range(pool.num_blocks)]
     counted: set[Node] = set()

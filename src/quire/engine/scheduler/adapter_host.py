@@ -1,4 +1,5 @@
-"""HostAdapters: which LoRA adapters are in host memory, and which waiting groups wait for theirs to be read again."""
+"""HostAdapters: which LoRA adapters are in the executor's host memory, and which waiting groups wait until their
+adapter has been read into it again."""
 
 from __future__ import annotations
 
@@ -10,13 +11,18 @@ READING = "its LoRA adapter is read from its files"  # why a group waits
 
 
 class HostAdapters:
-    """A model of the executor's cache of adapters in host memory: the most recently used adapters, by digest.
-    `capacity` is that of the executor minus one, because the moment at which the executor counts an adapter being read
-    is not known; 0: it keeps all.
+    """The scheduler's copy of which LoRA adapters the executor holds in host memory, by digest, least recently used
+    first.
 
-    A group whose adapter has left host memory waits until it has been read again, so that no step reads files. Adapters
-    are read one at a time, and none while groups of the last one are still to be admitted, so that it is not evicted
-    before it is used. An adapter for which a group has waited is placed next, even if it could not be read.
+    The executor evicts the least recently used adapter when its memory is full. The copy holds one adapter less than
+    the executor's `capacity`, because the moment at which the executor counts an adapter that is being read is not
+    known: so the scheduler never believes that an evicted adapter is present. A capacity of 0 means that the executor
+    keeps all adapters.
+
+    A group whose adapter was evicted waits until the adapter has been read again, so that no step has to read files.
+    One adapter is read at a time. The next one is read when all groups that waited for the last one were admitted or
+    wait for a slot, so that an adapter is not evicted before it is used. A group that has waited is admitted even if
+    its adapter could not be read: then the step that places the adapter reports its rows as failed.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -33,7 +39,7 @@ class HostAdapters:
         return adapter in self.missing
 
     def use(self, adapter: str) -> None:
-        """Note that the executor read an adapter, or put it into a slot."""
+        """Mark an adapter as the most recently used: the executor reads it, or puts it into a slot."""
         if self._capacity:
             self._held.pop(adapter, None)
             self._held[adapter] = None
@@ -45,8 +51,8 @@ class HostAdapters:
         self._held.pop(adapter, None)
 
     def awaits(self, group: Group) -> bool:
-        """Whether a group must wait for its adapter, which is in no slot, to be read. If so, it is added to `ready`
-        later."""
+        """Whether a group whose adapter is in no slot must wait until it has been read into host memory. If so, the
+        group is added to `ready` later."""
         adapter = group.request.adapter_digest
         is_held = not self._capacity or adapter in self._held or group in self._waited
         if is_held and adapter not in self.missing:

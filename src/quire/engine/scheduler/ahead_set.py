@@ -1,5 +1,6 @@
-"""AheadSet: the sequences that run ahead. Each computes one token in every step, without work in Python. MicroBatches:
-one AheadSet for each micro-batch of a pipeline."""
+"""Asynchronous scheduling. AheadSet: the sequences that run ahead, that is, compute one token in every step without
+waiting for the host to see the last one, and without work in Python. MicroBatches: one AheadSet for each micro-batch of
+a pipeline."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ _STARTING, _AHEAD = SequenceState.STARTING, SequenceState.AHEAD  # a member of a
 
 
 class AheadSet:
-    """The sequences that run ahead. Paced sequences decode too, but are not in it.
+    """The sequences that run ahead (asynchronous scheduling). Paced sequences decode too, but are not members.
 
-    Each member computes one token in every step in which the set advances; such a step is a tick. The number of ticks
-    determines how many tokens a member has computed, so steady decoding costs nothing per member. The scheduler handles
-    a member only when it needs a block or must leave the set; both ticks are known when it joins.
+    In each step in which the set advances (a tick), every member computes one token. So the number of tokens that a
+    member has computed follows from the tick, and no counter per member is updated. When a member joins, the set
+    computes the two ticks at which the scheduler must handle it: the tick at which its block table is full
+    (`take_full`), and its event, the tick at which it must leave the set (`take_events`).
     """
 
     def __init__(self, num_rows: int, block_size: int) -> None:
@@ -40,8 +42,8 @@ class AheadSet:
 
     # --------------------------------------------------------------------------------------------------- members
     def start_at(self, sequence: Sequence, tick: int) -> None:
-        """Let a sequence run ahead from a tick on. That tick is its event: the scheduler then gives it a block and
-        calls `join`."""
+        """Let a sequence run ahead from a tick on. Until then that tick is its event: the scheduler gives the sequence
+        a block and calls `join`."""
         sequence.state, sequence.ahead = _STARTING, RunAhead(tick, self)
         self._events[tick][sequence] = None
 
@@ -50,8 +52,8 @@ class AheadSet:
         self.start_at(sequence, self.tick)
 
     def join(self, sequence: Sequence) -> None:
-        """Add a sequence at the tick given to `start_at`. It computes a token in every tick until its controller must
-        be asked again; that tick is its next event."""
+        """Add a sequence, at the tick given to `start_at`. Its next event is the tick at which its controller must be
+        asked again, or at which it reaches its limit."""
         row, ahead, computed = sequence.row, sequence.ahead, sequence.num_computed
         assert row is not None
         assert ahead is not None
@@ -102,8 +104,8 @@ class AheadSet:
         return self._events.pop(self.tick, ())
 
     def take_full(self) -> dict[int, list[int]]:
-        """Return the blocks of the tables that are full at this tick, by row. Each of these members must get a block
-        and be scheduled again, or leave."""
+        """Return the block lists of the tables that are full at this tick, by row. Each of these members must get a
+        block and be scheduled again, or leave."""
         return self._full.pop(self.tick, {})
 
     def schedule(self, row: int, table: BlockTable, ahead: RunAhead) -> None:
@@ -145,9 +147,9 @@ class AheadSet:
 
 
 class MicroBatches:
-    """The AheadSet of each micro-batch, and which micro-batch is planned next. A running group belongs to one
-    micro-batch as long as it runs, so plans of different micro-batches have no row in common. Without a pipeline there
-    is one micro-batch."""
+    """The AheadSet of each micro-batch, and the micro-batch that was planned last. A running group stays in one
+    micro-batch, so plans of different micro-batches have no row in common. Without a pipeline there is one
+    micro-batch."""
 
     def __init__(self, count: int, num_rows: int, block_size: int) -> None:
         self.sets = tuple(AheadSet(num_rows, block_size) for _ in range(count))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from quire.engine.decoding.group import Group
+from quire.engine.kvcache.contiguous import ExtentAllocator, ExtentPool, ReservedTable
 from quire.engine.kvcache.grouped_table import table_type
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import PrefixTree
-from quire.engine.kvcache.reserve import ReservedTable, RunAllocator, RunPool
 from quire.engine.kvcache.table import BlockTable
 from quire.engine.kvcache.window_pool import WindowPool
 from quire.engine.scheduler.kept_hits import num_read
@@ -145,10 +145,10 @@ class OnDemandAllocation:
         count = len(group.live) + group.num_beams_to_come  # samples that have ended grow no more
         most = blocks_at_most(group.num_prompt, num_tokens, count, self._block_size)
         if group.is_running and len(group.live) == 1:
-            held = len(group.leader.table.blocks) - group.leader.table.num_left
+            held = len(group.leader.table.blocks) - group.leader.table.num_behind_window
         elif group.is_running:
             tables = [sequence.table for sequence in group.live]
-            held = len({block for table in tables for block in table.blocks[table.num_left :]})
+            held = len({block for table in tables for block in table.blocks[table.num_behind_window :]})
         else:
             size, shared = self._block_size, group.num_prompt // self._block_size
             held = shared + sum(-(-sequence.num_tokens // size) - shared for sequence in group.live)
@@ -185,11 +185,12 @@ def _expected_tokens(group: Group) -> int:
 
 
 class ReservedAllocation:
-    """Contiguous allocation: a sequence gets a run of blocks on admission, whose length the policy decides."""
+    """Contiguous allocation: a sequence gets an extent of adjacent blocks on admission, whose length the policy
+    decides."""
 
-    def __init__(self, pool: RunPool, block_size: int, policy: Policy, *, frees_together: bool) -> None:
+    def __init__(self, pool: ExtentPool, block_size: int, policy: Policy, *, frees_together: bool) -> None:
         self._pool, self._block_size, self._policy = pool, block_size, policy
-        self._allocator = RunAllocator(pool, frees_together=frees_together)
+        self._allocator = ExtentAllocator(pool, frees_together=frees_together)
 
     @property
     def kept(self) -> Sequence[int]:
@@ -199,7 +200,7 @@ class ReservedAllocation:
         return ReservedTable(self._allocator, self._block_size)
 
     def has_room(self, group: Group, running: RunningGroups) -> bool:  # noqa: ARG002 - Allocation's signature
-        return -(-self._policy.reserved(group) // self._block_size) <= self._pool.longest_run
+        return -(-self._policy.reserved(group) // self._block_size) <= self._pool.longest_extent
 
     def admitted(self, group: Group) -> None:
         for sequence in group.live:

@@ -118,7 +118,7 @@ class GroupedFiller(BlockFiller):
             else:
                 pool.share([block])
                 if index >= first_seen:
-                    pool.read([block])
+                    pool.enter_window([block])
             blocks.append(block)
         table.add_loaded(blocks, hit.num_tokens)
         sequence.num_computed = hit.num_tokens

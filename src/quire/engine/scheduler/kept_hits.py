@@ -1,5 +1,5 @@
-"""Where a request of a model with groups of layers can continue in a match, or in a hit that was kept since an earlier
-lookup."""
+"""For models with groups of layers: cuts a match back to the last block after which a request can continue, because the
+window blocks and the state that it needs there exist. Also updates a hit that a group kept from an earlier lookup."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class _Path:
 
 
 def cut_back(tree: PrefixTree, match: Match) -> Match:
-    """Cut a match back to where a request can continue: after a whole block that has the side blocks needed there."""
+    """Cut a match back to the last whole block after which a request can continue: one that has the side blocks needed
+    there."""
     pool, node = tree.pool, match.node
     if node is None:
         return match
@@ -35,18 +36,19 @@ def cut_back(tree: PrefixTree, match: Match) -> Match:
 
 
 def num_read(pool: GroupedPool, match: Match) -> int:
-    """Return how many of the blocks whose window blocks a request needs to continue after a match are in the window of
-    a table."""
+    """Return how many of the blocks in the window at the end of a match are held in the window of a table already.
+    Attaching the match takes no free memory for their window blocks."""
     assert match.node is not None
     path, first = _Path(match.node), pool.first_seen(match.num_tokens)
     return sum(pool.is_read(path[index]) for index in range(match.num_blocks - 1, first - 1, -1))
 
 
 def cut_again(tree: PrefixTree, hit: Hit) -> Match:
-    """Apply `cut_back` to a hit that the tree still holds, after blocks lost or gained side blocks.
+    """Update a hit that a group kept from an earlier lookup: return what `cut_back` returns for `hit.whole` now. The
+    tree must still hold the match; only side blocks were evicted or added since.
 
-    Checks the window before the old end, and the positions around blocks that gained side blocks since; the whole
-    prompt only if the old end is lost.
+    Checks the window before the old end, and the positions around blocks that gained side blocks. More of the prompt is
+    searched only if the old end is lost, or if the pool no longer remembers all gains.
     """
     pool, node, most = tree.pool, hit.whole.node, hit.whole.num_blocks
     if node is None:

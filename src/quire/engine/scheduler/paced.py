@@ -1,5 +1,5 @@
-"""PacedSet: paced sequences, whose next step the scheduler plans only when their last result has come. The other
-sequences run ahead (ahead_set.py)."""
+"""PacedSet: the paced sequences. The scheduler plans the next step of a paced sequence only after the result of its
+last step has come; all other sequences run ahead (ahead_set.py)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ FORCED_ROWS = 16  # with more running sequences, drafts of forced tokens are not
 
 
 class PacedSet:
-    """The paced sequences that are due, and the sequences that stopped running ahead and still wait for results.
+    """The paced sequences that are due, that is, planned next, and the draining sequences, which stopped running ahead
+    and wait for the results of steps in flight.
 
     `least_forced` is how many tokens a grammar must force for a guided sequence to be paced, so that one step verifies
-    all of them as a draft. `faults` collects the groups whose own code (grammar, draft proposer) failed here; the
-    engine ends them.
+    all of them as a draft. `faults` collects the groups whose own code (grammar, draft proposer) raised an exception
+    here; the engine ends them.
     """
 
     def __init__(self, rows: RowTable, pool: BlockPool, block_size: int) -> None:
@@ -33,10 +34,10 @@ class PacedSet:
 
     @contextmanager
     def guarded(self, group: Group) -> Iterator[None]:
-        """Run a request's own code. An exception becomes a Fault of that group."""
+        """Run the code of one request. An exception becomes a Fault of its group, so that only this request ends."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+        except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
             self.faults.append((group, fault_of(error)))
 
     @property
@@ -52,7 +53,7 @@ class PacedSet:
                 takes_draft = self.looks_for_forced and sequence.table.takes_draft(self._rows.num_rows)
                 controller.look_for_forced(self.least_forced if takes_draft else None)
             return controller.num_ahead
-        except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+        except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
             self.faults.append((sequence.group, fault_of(error)))
             return 0
 
@@ -135,7 +136,8 @@ class PacedSet:
         sequence.draft = ()
 
     def take_drained(self) -> list[Sequence]:
-        """Return the draining sequences whose results have all come. Their tokens are in `outputs` again."""
+        """Return the draining sequences whose results have all come, and remove them. Their tokens are in `outputs`
+        again."""
         found = []
         for sequence in list(self.draining):
             row = sequence.row

@@ -1,5 +1,5 @@
 """Preemption strategies: the blocks of a preempted group are freed and recomputed later (Recompute), swapped to host
-memory (Swap), or whichever is estimated to be faster (ByCost). `Scheduler.grow_table` chooses the victim."""
+memory (Swap), or whichever is estimated to be faster (ByCost). `Scheduler.grow_or_preempt` chooses the victim."""
 
 from __future__ import annotations
 
@@ -39,10 +39,13 @@ class Recompute:
 
 
 class Swap:
-    """Move all blocks to host memory; they are loaded again when the group is admitted.
+    """Move all blocks of a group to host memory; they are loaded again when the group is admitted.
 
-    Recompute instead if host memory is full, if the request needs a result of every position (prompt logprobs), or if
-    no token has come from the slot of its LoRA adapter yet.
+    The blocks are freed without being moved if the group has computed nothing since it was last swapped out: its blocks
+    in host memory stay. They are recomputed instead if the request needs a result of every position (prompt logprobs,
+    some kinds of pooling), if no token has come yet from the slot of its LoRA adapter, if there is nothing to move but
+    the last token, or if host memory is full. `ByCost` overrides `should_swap`, and so also recomputes when that is
+    estimated to be faster.
     """
 
     def __init__(self, compute: ComputeTime, tiers: Tiers, reuse: PrefixReuse) -> None:
@@ -90,7 +93,7 @@ class Swap:
 
 
 class ByCost(Swap):
-    """Swap or recompute, whichever is estimated to take less time by the measured speed of the link and the model."""
+    """Swap or recompute, whichever is estimated to take less time by the measured speeds of copies and of the model."""
 
     def should_swap(self, swap_seconds: float, recompute_seconds: float | None) -> bool:
         return recompute_seconds is None or swap_seconds <= recompute_seconds

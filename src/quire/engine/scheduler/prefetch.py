@@ -1,5 +1,5 @@
-"""FilePrefetch: while a group waits, it reads the files the group needs from the disk tier, and its blocks from other
-engines, into host memory."""
+"""FilePrefetch: reads the blocks that a waiting group needs from the disk tier and from other engines into host memory,
+before the group is admitted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from heapq import nsmallest
 
 from quire.engine.decoding.group import Group
-from quire.engine.kvcache.tiers.base import Asked, Tiers
+from quire.engine.kvcache.tiers.base import RemoteLookup, Tiers
 from quire.engine.scheduler.policies.base import Key
 from quire.engine.scheduler.step_time import ComputeTime
 
@@ -31,12 +31,12 @@ class _Wait:
 
 
 class _Request:
-    """The files that one group needs. Blocks that other engines have count as files."""
+    """The files that one group needs, and how far they are read. Blocks of other engines are handled like files."""
 
-    __slots__ = ("asked", "is_over", "left", "names", "ordered", "wait")
+    __slots__ = ("is_over", "left", "lookup", "names", "ordered", "wait")
 
-    def __init__(self, asked: Asked | None) -> None:
-        self.asked = asked  # the lookup at other engines, until it is answered
+    def __init__(self, lookup: RemoteLookup | None) -> None:
+        self.lookup = lookup  # the lookup at other engines, until it is answered
         self.names: list[bytes] = []  # all files, once they were looked up
         self.left: list[bytes] = []  # files whose reading is still to be ordered
         self.ordered: list[bytes] = []  # files whose reading was ordered, and that may not have arrived yet
@@ -44,25 +44,27 @@ class _Request:
         self.wait: _Wait | None = None  # since the group could first have been admitted
 
     def set_names(self, names: list[bytes]) -> None:
-        self.names, self.left, self.asked = names, names, None
+        self.names, self.left, self.lookup = names, names, None
         self.is_over = self.is_over or not names
 
 
 class FilePrefetch:
-    """Orders the reading of files for groups that are likely to be admitted next.
+    """Decides which files are read for waiting groups, and how long a group waits for them. Prefill passes it the
+    groups that are likely to be admitted next; PrefixReuse asks it before a group is admitted. Tiers reads the files.
 
-    A group that could be admitted waits for its files at most twice as long as computing the tokens would take, and at
-    most two seconds. Meanwhile other groups are admitted. Only a few groups wait for files at a time: at most `NEAR`,
-    and none begins while files of another are still to be ordered. All others that need files are passed over and not
-    considered until there is room for another waiting group. A group that was passed over for two seconds computes its
-    missing tokens.
+    A group that could be admitted waits for its files at most twice as long as computing their tokens would take, and
+    at most two seconds. Meanwhile other groups are admitted. Then it computes the tokens of files that were not read.
+
+    At most `NEAR` groups wait for files at the same time, and no further group begins to wait while a waiting group has
+    files that are not ordered yet. Every other group that needs files is passed over: the scheduler does not consider
+    it until it may wait, or until it was passed over for two seconds; then it computes the missing tokens.
     """
 
     def __init__(self, tiers: Tiers, compute: ComputeTime, block_size: int, *, asks: bool = False) -> None:
         self._tiers, self._compute, self._block_size = tiers, compute, block_size
         self._asks = asks  # whether other engines are asked
         self.reason = "other engines are asked for its blocks" if asks else "its blocks are read from disk"
-        self.ask: Callable[[Group], Asked | None] = lambda _group: None  # PrefixReuse.ask
+        self.ask: Callable[[Group], RemoteLookup | None] = lambda _group: None  # PrefixReuse.ask
         # Returns the files that a group needs, among the next so many blocks or all; PrefixReuse.find_files.
         self.find: Callable[[Group, int | None], list[bytes]] = lambda _group, _num_blocks: []
         self._requests: dict[Group, _Request] = {}
@@ -76,7 +78,7 @@ class FilePrefetch:
         self._plan = 0  # plans made so far
 
     def look(self, groups: list[Group]) -> None:
-        """Order the files of groups that are likely to be admitted next."""
+        """Order the reading of the files of groups that are likely to be admitted next."""
         for group in groups:
             self._order(self._request(group))
 
@@ -86,9 +88,9 @@ class FilePrefetch:
         request = self._requests.get(group)
         if request is None:
             request = self._requests[group] = _Request(self.ask(group) if self._asks else None)
-        elif request.asked is None or request.is_over:
+        elif request.lookup is None or request.is_over:
             return request
-        if request.asked is None or not self._tiers.is_asking(request.asked):
+        if request.lookup is None or not self._tiers.is_asking(request.lookup):
             request.set_names(self.find(group, None))
         return request
 
@@ -147,15 +149,15 @@ class FilePrefetch:
 
     def _num_missing(self, request: _Request) -> int:
         """Return how many files of a request have not been read; before they are looked up, how many it may have."""
-        if request.asked is not None:
-            return request.asked.num_blocks
+        if request.lookup is not None:
+            return request.lookup.num_blocks
         request.ordered = [name for name in request.ordered if self._tiers.is_fetching(name)]
         return len(request.left) + len(request.ordered)
 
     def _end_wait(self, request: _Request) -> None:
         """End the wait of a group: it computes the tokens of files that have not been read."""
         self._tiers.count_late(self._num_missing(request))
-        request.is_over, request.asked = True, None
+        request.is_over, request.lookup = True, None
 
     def take_ready(self, now: float, rank: Callable[[Group], Key]) -> list[Group]:
         """Return the groups that may be chosen again: those that no longer wait for their files, and passed-over groups

@@ -57,7 +57,7 @@ class Prefill:
         if self._owing and (owing := self._owing_here()):
             held = 0
             builder.prompts.update(owing)
-            if scheduler.waiting.num_ready and self._next_to_admit(builder)[0] is not None:
+            if scheduler.waiting.num_ready and self._choose_or_defer(builder)[0] is not None:
                 first = scheduler.policy.likely_next(scheduler, min(scheduler.rows.num_free, _LOOK_AHEAD))
                 held = tokens_for_waiting(
                     builder.budget, owing, first, scheduler.policy.overtakes, scheduler.num_cached
@@ -116,7 +116,7 @@ class Prefill:
             count = self._encode_images(builder, sequence, start, count)
             if not count:
                 return True  # its next image waits for a later step
-        if not scheduler.grow_table(builder, sequence, start + count - sequence.table.num_tokens):
+        if not scheduler.grow_or_preempt(builder, sequence, start + count - sequence.table.num_tokens):
             return False
         assert sequence.row is not None
         sequence.num_computed = start + count
@@ -180,7 +180,7 @@ class Prefill:
         scheduler, rows = self._scheduler, self._scheduler.rows
         waiting, running, policy = scheduler.waiting, scheduler.running, scheduler.policy
         while waiting.num_ready:
-            group, obstacle = self._next_to_admit(builder)
+            group, obstacle = self._choose_or_defer(builder)
             if group is None:
                 self._stopped_step, self._stopped_for = scheduler.num_plans, obstacle
                 return
@@ -208,9 +208,9 @@ class Prefill:
             if reason or scheduler.reuse.prefetch is not None:  # it may have waited for a prefix or for files
                 scheduler.reuse.forget(group)
 
-    def _next_to_admit(self, builder: PlanBuilder) -> tuple[Group | None, str]:
-        """Return the group to admit next, or None and the reason why no group is admitted in this step. Groups that are
-        not ready are deferred: others may overtake them."""
+    def _choose_or_defer(self, builder: PlanBuilder) -> tuple[Group | None, str]:
+        """Choose the group to admit next. Returns it, or None and the reason why no group is admitted in this step.
+        Groups that are not ready are deferred on the way: others may overtake them."""
         scheduler = self._scheduler
         is_single = len(scheduler.micro_batches.sets) == 1
         while True:

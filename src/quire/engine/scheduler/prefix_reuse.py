@@ -12,7 +12,7 @@ from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
 from quire.engine.kvcache.run_history import name_for, sources_of, why_missed
-from quire.engine.kvcache.tiers.base import Asked, NoTiers, SwapBlocks, TierHit, TierQuery, Tiers
+from quire.engine.kvcache.tiers.base import NoTiers, RemoteLookup, SwapBlocks, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.block_filler import make_filler
 from quire.engine.scheduler.kept_hits import cut_again, cut_back
@@ -26,12 +26,12 @@ _NOTHING_LOADED: Counter[str] = Counter()
 
 
 class PrefixReuse:
-    """Finds and shares tokens that are computed already: in the prefix tree, in the tiers behind it, in sequences that
-    compute a prompt or generate now, and in the sequence that a branch continues.
+    """Prefix caching: finds and shares tokens that are computed already, in the prefix tree, in the tiers behind it, in
+    running sequences, and in the sequence that a branch continues.
 
-    `lookup` returns the prefix hit of a waiting group, `attach` gives the group those blocks on admission, `publish`
-    lets others find the blocks of a sequence. Blocks from a tier are loaded; only the next step may read them. `tree`
-    is None if the prefix cache is off.
+    `lookup` returns the prefix cache hit of a waiting group, `attach` gives the group those blocks on admission, and
+    `publish_group` puts the blocks of sequences into the tree for others. Blocks of a tier are loaded; only the next
+    step may read them. `tree` is None if the prefix cache is off.
     """
 
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
@@ -40,7 +40,7 @@ class PrefixReuse:
         self._cut = cut_back if isinstance(pool, GroupedPool) else None
         self._filler = make_filler(pool, tree, block_size)
         self._publisher = Publisher(pool, tree, tiers, rows, block_size)
-        self._unpublished = self._publisher.unpublished
+        self._in_progress = self._publisher.in_progress
         self._has_tiers = not isinstance(tiers, NoTiers)
         self._loading: dict[Group, None] = {}  # groups for which the current plan loads blocks
         self.prefetch: FilePrefetch | None = None  # None without a disk tier and without other engines
@@ -91,13 +91,13 @@ class PrefixReuse:
         if node is None or node.is_detached or node.end != count:
             return self.lookup(group).num_tokens
         following = group.leader.tokens()[count * self._width : (count + 1) * self._width]
-        if node.child(following) is not None or self._unpublished.has(node, following):
+        if node.child(following) is not None or self._in_progress.has(node, following):
             return self.lookup(group).num_tokens
         return match.num_tokens
 
     def wait_if_pending(self, group: Group, now: float) -> str:
-        """If another sequence computes the group's prefix, or its files are being read, make the group wait and return
-        why; "" if it may be admitted. A group that waited is added to `ready` later."""
+        """Make a group wait if another sequence computes its prefix (an identical prompt, or one with the same
+        beginning), or its files are being read. Returns why; "" if it may be admitted. `ready` names it later."""
         tree = self._tree
         if tree is None or not group.reads_cache:
             return ""
@@ -108,16 +108,16 @@ class PrefixReuse:
         is_made_now = group.hit is not before and self._cut is None and not group.request.images
         if is_made_now and self._publisher.next_owner is None:
             return ""
-        if not self._unpublished or group.hit is None:
+        if not self._in_progress or group.hit is None:
             return ""
         limit, tokens = self._leader_limit(group), group.leader.tokens()
-        other = self._unpublished.find(group.hit.whole, tokens, limit)
+        other = self._in_progress.find(group.hit.whole, tokens, limit)
         if other is not None and self._publisher.has_more(other):
             self._look(tree, group)
-            other = self._unpublished.find(group.hit.whole, tokens, limit)
+            other = self._in_progress.find(group.hit.whole, tokens, limit)
         if other is None or other.group is group or self._publisher.has_more(other):
             return ""  # `other` cannot publish what it computed, because others hold its blocks
-        self._unpublished.wait(group, other, limit)
+        self._in_progress.wait(group, other, limit)
         return f"{name_for(group.request, other.group.request)} computes the same prefix"
 
     def _leader_limit(self, group: Group) -> int:
@@ -160,7 +160,7 @@ class PrefixReuse:
             limit = min(limit, (match.num_blocks + num_blocks) * self._block_size)
         return self._tiers.find_files(match, self._query(group.leader, limit))
 
-    def ask(self, group: Group) -> Asked | None:
+    def ask(self, group: Group) -> RemoteLookup | None:
         """Ask other engines for the blocks of the leader's prefix that they have; None if nothing is asked."""
         if self._tree is None or not self.reads_cache(group):
             return None
@@ -169,9 +169,9 @@ class PrefixReuse:
 
     # -------------------------------------------------------------------------------------------------- attaching
     def attach(self, builder: PlanBuilder, group: Group, now: float) -> bool:
-        """Attach the prefix hit to a group being admitted: fill its tables, and introduce its rows to the workers (the
-        leader's, or those of all samples if each finds at least the prompt). Returns whether the group must wait a step
-        for loads from a tier."""
+        """Attach the prefix cache hit to a group being admitted: fill its tables, and introduce its rows to the workers
+        (the leader's, or those of all samples if each finds at least the prompt). Returns whether the group must wait a
+        step for loads from a tier."""
         if len(group.live) == 1 and group.origin is None and not self._has_tiers:
             self._attach_one(builder, group, now)
             return False
@@ -201,7 +201,7 @@ class PrefixReuse:
         if waits or any(sequence.num_swapped for sequence in group.live):
             self._loading[group] = None
         if self._tree is not None and not group.is_forked:
-            self._unpublished.enter(group.leader)
+            self._in_progress.enter(group.leader)
         return waits
 
     def _attach_one(self, builder: PlanBuilder, group: Group, now: float) -> None:
@@ -218,7 +218,7 @@ class PrefixReuse:
         self._note(group, match, 0, limit, sequence.num_computed, _NOTHING_LOADED, now)
         group.hit = None
         if tree is not None:
-            self._unpublished.enter(sequence)
+            self._in_progress.enter(sequence)
 
     def _find(self, limits: Mapping[Sequence, int]) -> dict[Sequence, tuple[Match, TierHit]]:
         """Return for each sequence the match on the device and the blocks in host memory that follow it. Without a
@@ -336,16 +336,16 @@ class PrefixReuse:
         if self._has_tiers or len(group.live) > 1 or group.search is not None:
             if publishes:
                 self.publish_group(group)
-            self._unpublished.enter(sequence)
+            self._in_progress.enter(sequence)
         if chunk.sample_rows == (chunk.row,) and group.search is None:
             self._publisher.live.enter(sequence)
         elif chunk.sample_rows and group.search is None:
             for row in chunk.sample_rows:
                 self._publisher.live.enter(self._rows.sequence_at(row))
-        if self._unpublished.has_waiters(sequence):
+        if self._in_progress.has_waiters(sequence):
             is_whole = bool(chunk.sample_rows) or group.is_forked
             num_blocks = None if is_whole else sequence.num_readable // self._block_size
-            self.ready += self._unpublished.wake(sequence, num_blocks)
+            self.ready += self._in_progress.wake(sequence, num_blocks)
 
     def publish_last(self, sequence: Sequence, tokens: bytes) -> None:
         """Publish the computed full blocks of a sequence that has ended, given all its tokens; its table is freed next.
@@ -366,12 +366,12 @@ class PrefixReuse:
         """Remove a sequence that loses its row from the indexes of unpublished blocks."""
         if self._tree is not None:
             self._publisher.live.discard(sequence)
-            self.ready += self._unpublished.remove(sequence)
+            self.ready += self._in_progress.remove(sequence)
 
     def forget(self, group: Group) -> None:
         """Forget a group that was admitted or has ended. Idempotent."""
         if self._tree is not None:
-            self._unpublished.forget(group)
+            self._in_progress.forget(group)
         if self.prefetch is not None:
             self.prefetch.forget(group)
 
@@ -390,11 +390,11 @@ class PrefixReuse:
         if self._tree is None:
             return 0
         self._publisher.live = LiveSuffixIndex(self._block_size)
-        self.ready += self._unpublished.clear()
+        self.ready += self._in_progress.clear()
         return self._tree.clear()
 
     def check(self) -> None:
         self._publisher.live.check()
-        self._unpublished.check()
+        self._in_progress.check()
         if self._tree is not None:
             self._tree.check()

@@ -1,6 +1,6 @@
-"""Publishing: sequences put the full blocks they have computed into the prefix tree. Publisher does it. Two indexes
-find the running sequence that could extend a lookup: UnpublishedPrefixes for prompts, LiveSuffixIndex for generated
-tokens. PrefixReuse calls all three."""
+"""Publishing: computed full blocks of sequences are put into the prefix tree, where other requests find them. Publisher
+does this. Two indexes find the running sequence that has more blocks than a lookup found: PromptsInProgress for
+prompts, LiveSuffixIndex for generated tokens. PrefixReuse uses all three."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ Place = tuple[Node, bytes]  # a run, and the tokens that follow it: those of a b
 
 
 class LiveSuffixIndex:
-    """Generating sequences, by the last of their blocks that the prefix tree knows.
+    """Index of the running sequences that generate tokens, by what they have published: the last run of the prefix tree
+    that belongs to their tokens, and the tokens of the prompt after that run (less than a block).
 
-    When a lookup stops at that block, the sequence publishes the full blocks it has produced since. Steady decoding
-    pays nothing: blocks are published only when a lookup could use them.
+    When a lookup ends at that run and its next tokens are the same, the sequence publishes the full blocks that it has
+    computed since, and the lookup is repeated. So steady decoding never touches the prefix tree: generated blocks are
+    published only when a lookup could use them.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -101,13 +103,15 @@ class LiveSuffixIndex:
             assert sequence.table.node is node
 
 
-class UnpublishedPrefixes:
-    """The first unpublished block of every running sequence's prompt, by the run of the prefix tree that it will
-    follow.
+class PromptsInProgress:
+    """Index of the running sequences whose prompt has a full block that is not in the prefix tree yet, by the run of
+    the tree that the block will follow and the tokens of the block. If several sequences compute the same block, only
+    the first is listed.
 
-    When a lookup ends at such a run, the sequence publishes what it has computed, so prompts enter the tree only when
-    another request looks for them. If the block is still being computed, the group that looks for it waits until the
-    sequence has computed all blocks that the two prompts share. Finding the sequence costs one dictionary lookup.
+    When a lookup ends at that run and continues with these tokens, as it does for an identical prompt or a common
+    prefix, the sequence publishes the blocks that it has computed. So prompts enter the tree only when another request
+    looks for them. If the block is still being computed, the group that looks for it waits until the sequence has
+    computed all blocks that the two prompts share. A lookup takes constant time.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -136,7 +140,7 @@ class UnpublishedPrefixes:
             places[sequence] = place
 
     def has(self, node: Node, tokens: bytes) -> bool:
-        """Whether a running sequence computes the block with these tokens after a node."""
+        """Whether a running sequence computes the block with these tokens after a run."""
         return (node, tokens) in self._sequences
 
     def find(self, match: Match, tokens: bytes, limit: int) -> Sequence | None:
@@ -212,7 +216,7 @@ class Publisher:
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
-        self.live, self.unpublished = LiveSuffixIndex(block_size), UnpublishedPrefixes(block_size)
+        self.live, self.in_progress = LiveSuffixIndex(block_size), PromptsInProgress(block_size)
         self.next_owner: Sequence | None = None  # the sequence that computes the block after the last match
 
     def has_more(self, sequence: Sequence) -> bool:
@@ -231,12 +235,12 @@ class Publisher:
     def publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
         """Publish the blocks of running sequences that could extend a match, within the first `limit` tokens. Returns
         whether any was published."""
-        sequence = self.next_owner = self.unpublished.find(match, tokens, limit)
+        sequence = self.next_owner = self.in_progress.find(match, tokens, limit)
         if sequence is None or not self.has_more(sequence):
             sequences = self.live.find(match, tokens)
             return bool(sequences) and sum([self.publish_running(each) for each in sequences]) > 0
         is_published = self.publish_running(sequence)
-        self.unpublished.enter(sequence)
+        self.in_progress.enter(sequence)
         return is_published
 
     def publish_running(self, sequence: Sequence) -> bool:

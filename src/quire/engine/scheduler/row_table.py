@@ -1,5 +1,6 @@
-"""The engine's table of rows: which sequence has which row, and the tokens that have come back for it. Its columns are
-arrays over all rows, so that a step's result is committed without a Python loop."""
+"""The engine's side of the workers' rows (runtime/worker/rows.py): which sequence has which row, and the generated
+tokens that have come back for it. The columns are arrays over all rows, so that the result of a step is recorded
+without a Python loop."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class Scheduler:
                 self._stop_running_ahead(sequence)
                 continue
             num_tokens = sequence.num_computed + 1 - sequence.table.num_tokens
-            if sequence.table.fill(num_tokens) or self.grow_table(builder, sequence, num_tokens):
+            if sequence.table.fill(num_tokens) or self.grow_or_preempt(builder, sequence, num_tokens):
                 if sequence.controller is PLAIN:
                     ahead_set.join(sequence)
                     continue
@@ -234,7 +234,7 @@ class Scheduler:
             if ahead is None or row is None:
                 continue  # it was preempted for a sequence before it
             table.num_tokens = ahead_set.tick + ahead.base
-            if self.grow_table(builder, sequence, 1):
+            if self.grow_or_preempt(builder, sequence, 1):
                 ahead_set.schedule(row, table, ahead)
 
     def _plan_due(self, builder: PlanBuilder) -> None:
@@ -248,12 +248,12 @@ class Scheduler:
                 builder.introduce(sequence)
             more = min(sequence.num_tokens - sequence.num_computed - 1, spare)
             end, spare = sequence.num_computed + 1 + more, spare - more
-            if self.grow_table(builder, sequence, end - sequence.table.num_tokens):
+            if self.grow_or_preempt(builder, sequence, end - sequence.table.num_tokens):
                 builder.sync_blocks(sequence)
                 self.paced.plan_owed(builder, sequence, end)
 
     # --------------------------------------------------------------------------------------------- preempting
-    def grow_table(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
+    def grow_or_preempt(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for more tokens in a sequence's block table. While blocks are missing, preempt a running group.
 
         Returns False if that was the sequence's own group.

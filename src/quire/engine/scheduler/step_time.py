@@ -1,5 +1,7 @@
-"""Estimates how long steps and tokens take, from the times of past steps. The deadline policy uses StepCurve; prefetch
-and preemption use ComputeTime."""
+"""Three estimates from the times of past steps. StepTime: the seconds per additional token, by a linear fit.
+ComputeTime: the seconds to compute some known tokens, by a StepTime; prefetch and preemption compare it with the time
+of copies. StepCurve: the seconds of a step by its size, which need not be linear; the deadline policy bounds steps with
+it."""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _FARTHEST = 4  # estimates beyond this multiple of the largest known step are no
 
 
 class StepTime:
-    """A linear fit over the last steps: seconds = base + tokens x slope."""
+    """A linear fit over the last 64 steps: seconds = base + tokens x slope. ComputeTime uses the slope."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
@@ -37,7 +39,7 @@ class StepTime:
 
     @property
     def per_token(self) -> float | None:
-        """Seconds per further token; None before the first step."""
+        """Seconds per additional token; None before the first step."""
         return self._line()[1] if self._steps else None
 
     def _line(self) -> tuple[float, float]:
@@ -52,11 +54,11 @@ class StepTime:
 
 
 class StepCurve:
-    """Seconds of a step as a function of its number of tokens: running means of size classes, with linear
-    interpolation.
+    """The seconds of a step as a function of its number of tokens: a running mean for each size class, with linear
+    interpolation between classes.
 
-    A class keeps its mean while no step of its size comes. So long decoding does not erase the cost of prompt tokens,
-    and the first chunk of the next prompt already has the right size.
+    A class keeps its mean while there are no steps of its size. So a long phase of decoding does not erase the known
+    cost of prompt tokens, and the first chunk of the next prompt already gets the right size.
     """
 
     def __init__(self) -> None:
@@ -102,8 +104,13 @@ class StepCurve:
 
 
 class ComputeTime:
-    """Estimates how long known tokens take to compute, from equally many steps with and without prompts. Steps that
-    also copy blocks to or from host memory are left out."""
+    """Estimates how long it takes to compute known tokens: those of a preempted group, or of blocks that could be read
+    from a tier instead.
+
+    It notes every step with prompt chunks, and after it the next step without. Otherwise a long phase of decoding would
+    push all steps with prompts out of the 64 that StepTime remembers, and the slope would be lost. Steps that also copy
+    blocks to or from host memory are left out, because they take longer.
+    """
 
     def __init__(self) -> None:
         self._steps = StepTime()

@@ -124,7 +124,7 @@ class RankServer:
             ranks=ranks,
         )
         self._page.note("compiling kernels")
-        self._executor.compile_rest()
+        self._executor.compile_remaining()
         self._sends_results = place.is_last_stage
         if device.type == "cuda":
             self._collecting = SimpleQueue()

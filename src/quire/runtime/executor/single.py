@@ -135,12 +135,12 @@ class SingleExecutor:
             logger.warning(
                 "preparing more graphs and kernels while idle failed; they are prepared when needed", exc_info=True
             )
-            self._worker.take_rest()
+            self._worker.take_warmup_left()
             return None
 
-    def compile_rest(self) -> None:
+    def compile_remaining(self) -> None:
         if self._worker is not None and self._compiles:
-            self._worker.compile_rest()
+            self._worker.compile_remaining()
 
     def launch(self, plan: StepPlan) -> None:
         if self._worker is None:

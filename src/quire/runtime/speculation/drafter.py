@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.runtime.transfer import Pending
-from quire.runtime.worker.rest import NOTHING_LEFT, Rest
+from quire.runtime.worker.warmup import NOTHING_LEFT, WarmupLeft
 from quire.types.step import BlockCopy, RowDraft, StepPlan
 
 
@@ -24,7 +24,7 @@ class Drafter(Protocol):
     must not wait for the device.
     """
 
-    def prepare(self, seconds: float) -> Rest:
+    def prepare(self, seconds: float) -> WarmupLeft:
         """Warm up for about `seconds`, so that the first draft does not wait. Returns the remaining work."""
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -43,7 +43,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """Drafts nothing."""
 
-    def prepare(self, seconds: float) -> Rest:  # noqa: ARG002
+    def prepare(self, seconds: float) -> WarmupLeft:  # noqa: ARG002
         return NOTHING_LEFT
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None: ...

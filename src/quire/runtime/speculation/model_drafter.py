@@ -21,9 +21,9 @@ from quire.runtime.speculation.coverage import Coverage
 from quire.runtime.speculation.drafter import NO_DRAFTS
 from quire.runtime.speculation.truth import Span, accepted, samples_of, tokens_of
 from quire.runtime.transfer import Pending
-from quire.runtime.worker.rest import Rest
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.runner import StepOutput
+from quire.runtime.worker.warmup import WarmupLeft
 from quire.runtime.worker.worker import Worker
 from quire.types.adapters import NO_ADAPTER
 from quire.types.step import BlockCopy, Chunk, DraftOrder, NewRow, RowDraft, RowTokens, StepPlan
@@ -85,9 +85,9 @@ class ModelDrafter:
         self._states: dict[int, _RowState] = {}
         self._step = 0
 
-    def prepare(self, seconds: float) -> Rest:
+    def prepare(self, seconds: float) -> WarmupLeft:
         self._worker.prepare(seconds)
-        return self._worker.take_rest()
+        return self._worker.take_warmup_left()
 
     def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
         self._mirror(plan)

@@ -1,4 +1,5 @@
-"""LoRA adapters of rows: which device slot each row uses, and how the tokens of a batch are grouped by slot."""
+"""The LoRA adapters of a worker's rows: which device slot each row uses, and how the tokens of a batch are grouped by
+slot."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SMALL_TILE, LARGE_TILE = 4, 64  # the largest number of tokens per tile, in smal
 
 
 class TileArrays(NamedTuple):
-    """The arrays of `AdapterTiles`, on the host."""
+    """The arrays of `AdapterTiles`, on the host. A tile is the unit of work of the Triton LoRA kernels: up to
+    SMALL_TILE or LARGE_TILE tokens of a batch that use the same slot."""
 
     order: npt.NDArray[np.int32]  # [rows]
     tiles: npt.NDArray[np.int32]  # [tiles, 3]
@@ -90,7 +92,7 @@ class RowAdapters:
         if self.slots.kernels != "triton":
             return self._grouped(slots)
         arrays, most = self.tiles(token_rows)
-        on_device = (to_device(torch.from_numpy(numbers), self.slots.device) for numbers in arrays)
+        on_device = (to_device(torch.from_numpy(array), self.slots.device) for array in arrays)
         return AdaptedRows(tiles=AdapterTiles(most, *on_device))
 
     def tiles(self, token_rows: Longs, room: int | None = None) -> tuple[TileArrays, int]:

@@ -1,4 +1,4 @@
-"""Builds the tensors of one forward pass from a plan and the rows."""
+"""Builds the input tensors of one forward pass from a plan and the worker's rows."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _NO_SPANS: Longs = np.empty((0, 4), dtype=np.int64)
 
 
 class StepShape(NamedTuple):
-    """The key of a captured graph: padded steps with equal shapes launch the same kernels on the same memory."""
+    """The key of a captured graph in ForwardGraphs. Steps with equal shapes, padded to `tokens`, launch the same
+    kernels on the same memory."""
 
-    tokens: int
-    decodes: bool
-    chunks: bool
-    cascade: bool
+    tokens: int  # including padding
+    decodes: bool  # there are rows that decode
+    chunks: bool  # there are chunks
+    cascade: bool  # decode attention reads blocks that rows share once for all of them
     adapters: bool = False  # a token uses a LoRA adapter
     scratch: bool = False  # chunks attend over a dequantized copy of their keys and values
 
@@ -55,8 +56,9 @@ class Batch:
         return None if self.step.adapters is None else self.step.adapters.wanted
 
 
-class Places(NamedTuple):
-    """The samples of a plan: their rows, their lengths and their positions in the batch."""
+class SamplePositions(NamedTuple):
+    """The samples of a plan: which row takes each sample, how long the row is then, and which token of the batch
+    predicts it."""
 
     rows: Longs  # [samples]: rows that sample, in the order of the plan
     lengths: Longs  # [samples]: number of tokens of the row when it samples
@@ -67,11 +69,12 @@ class Places(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Device tensors about a batch's tokens: looked up in the rows' persistent state, or uploaded."""
+    """Device tensors for the tokens of a batch: token ids and cache slots, gathered from the rows' persistent state,
+    and the uploaded host arrays."""
 
     token_ids: Tensor  # [tokens]
     slots: tuple[Tensor, ...]  # cache slots for each block table, see ForwardStep
-    numbers: Sequence[Tensor]  # host arrays, uploaded
+    uploaded: Sequence[Tensor]  # the uploaded host arrays
 
 
 class BatchBuilder:
@@ -109,7 +112,7 @@ class BatchBuilder:
         self._clear_entered(plan, decodes)
         attention, *others = self._plans(plan, decodes)
         found = self._gather(token_rows, positions, (positions, lengths, *places[:5]))
-        position, length, *chosen = found.numbers
+        position, length, *chosen = found.uploaded
         step = ForwardStep(
             token_ids=found.token_ids,
             positions=position,
@@ -126,16 +129,16 @@ class BatchBuilder:
         )
         return make_batch(step, places, chosen, len(positions))
 
-    def _gather(self, token_rows: Longs, positions: Longs, numbers: Sequence[Longs]) -> Gathered:
-        """Upload `numbers`, and gather the token ids and cache slots of the batch's tokens on the device."""
+    def _gather(self, token_rows: Longs, positions: Longs, arrays: Sequence[Longs]) -> Gathered:
+        """Upload `arrays`, and gather the token ids and cache slots of the batch's tokens on the device."""
         rows, count = self._rows, len(positions)
         where, blocks, *uploaded = torch.split(
             rows.upload(np.concatenate((
                 token_rows * rows.capacity + positions,
                 token_rows * rows.max_blocks + positions // rows.block_size,
-                *numbers,
+                *arrays,
             ))),
-            [count, count, *map(len, numbers)],
+            [count, count, *map(len, arrays)],
         )  # fmt: skip
         held = rows.tables.view(-1).index_select(0, blocks)
         slots = slots_of(held, uploaded[0], self._heads[0], rows.block_size)
@@ -250,7 +253,7 @@ def find_tokens(decodes: Longs, lengths: Longs, spans: Longs) -> tuple[Longs, Lo
 
 
 class HeadPlaces(NamedTuple):
-    """The position of a layer's KV heads among the heads of all blocks."""
+    """Where a layer's KV heads lie in the cache, counted in heads: head h of block b is at heads[h] + b * stride."""
 
     heads: Tensor  # [kv heads]: indices of the heads of block 0
     stride: int  # heads from one block to the next
@@ -273,33 +276,33 @@ def slots_of(block_ids: Tensor, positions: Tensor, places: HeadPlaces, size: int
     return (first * size + (positions % size)[:, None]).reshape(-1)
 
 
-def find_samples(plan: StepPlan, order: Longs, lengths: Longs, spans: Longs) -> Places:
+def find_samples(plan: StepPlan, order: Longs, lengths: Longs, spans: Longs) -> SamplePositions:
     """Return the samples of a plan. `order` is the order in which its decodes are computed, `lengths` the length of
     every row, `spans` the chunks (see `find_spans`)."""
     first = np.empty(len(order), dtype=np.int64)
     first[order] = np.arange(len(order))
     rows = plan.sample_rows.astype(np.int64)
     if not plan.chunks:
-        return Places(rows, lengths[rows], first, _NOTHING, _NOTHING, verifies=False)
+        return SamplePositions(rows, lengths[rows], first, _NOTHING, _NOTHING, verifies=False)
     known, ends = lengths[rows], spans[:, 0] + spans[:, 2]
     num_rows = [len(chunk.sample_rows) for chunk in plan.chunks]
     most_sampled = max((chunk.num_sampled for chunk in plan.chunks), default=1)
     if most_sampled == 1 and max(num_rows, default=0) <= 1:  # each chunk has at most one sample
         wanted = np.concatenate([first, ends[np.array(num_rows, dtype=np.bool_)] - 1])
-        return Places(rows, known, wanted, _NOTHING, _NOTHING, verifies=False)
+        return SamplePositions(rows, known, wanted, _NOTHING, _NOTHING, verifies=False)
     forks = np.array(num_rows, dtype=np.int64)
     sampled = np.where(forks > 0, [chunk.num_sampled for chunk in plan.chunks], 0)  # positions of each chunk
     wanted = np.concatenate([first, _before(ends, sampled)])
     counts = np.concatenate([np.ones_like(first), np.repeat(forks, sampled)])  # samples from each position
     spread = np.repeat(np.arange(len(counts)), counts) if len(rows) > len(counts) else _NOTHING
     if sampled.max() == 1:
-        return Places(rows, known, wanted, spread, _NOTHING, verifies=False)
+        return SamplePositions(rows, known, wanted, spread, _NOTHING, verifies=False)
     num_samples = sampled * forks
     verifies = np.repeat(sampled > 1, num_samples)
     back = _before(np.zeros_like(sampled), num_samples) + 1  # minus the distance to the chunk's last sample
     known[len(order) :] += np.where(verifies, back, 0)
     grown = np.concatenate([np.arange(len(order)), len(order) + np.flatnonzero(~verifies)])
-    return Places(rows, known, wanted, spread, grown, verifies=True)
+    return SamplePositions(rows, known, wanted, spread, grown, verifies=True)
 
 
 def _before(ends: Longs, counts: Longs) -> Longs:
@@ -308,7 +311,11 @@ def _before(ends: Longs, counts: Longs) -> Longs:
 
 
 def make_batch(
-    step: ForwardStep, places: Places, on_device: Sequence[Tensor], num_tokens: int, shape: StepShape | None = None
+    step: ForwardStep,
+    places: SamplePositions,
+    on_device: Sequence[Tensor],
+    num_tokens: int,
+    shape: StepShape | None = None,
 ) -> Batch:
     """Assemble a Batch. `on_device` holds the first five fields of `places` as device tensors. `num_tokens` does not
     count padding."""

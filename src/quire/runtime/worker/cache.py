@@ -26,11 +26,12 @@ _NAMES = {torch.float8_e4m3fn: "float8", torch.int8: "int8", INT4: "int4"}  # na
 
 
 class KVCache:
-    """Owns the memory of keys and values, in the planes of `layout`, and of the states of recurrent layers behind them.
-    On a CPU, pages are allocated at their first write, so unused blocks cost no memory. A cache with scales is stored
-    as uint8.
+    """The memory of the paged KV cache on one device: the keys and values of all blocks, in the planes of `layout`, and
+    behind them the states of recurrent layers. Layers read and write it through `layers`; the worker copies and clears
+    blocks.
 
-    `local_heads`: heads of the layers that read other tables than the first, if they differ from `heads`.
+    On a CPU, pages are allocated at their first write, so unused blocks cost no memory. A cache with scales is stored
+    as uint8. `local_heads`: the heads of the layers that read other tables than the first, if they differ from `heads`.
     """
 
     window: int | None = None  # size in tokens; None: no layer has a window

@@ -78,8 +78,8 @@ class NoCapture:
         return False
 
 
-class Kept(Generic[T]):
-    """A call whose last return value is stored in `result`."""
+class RememberedCall(Generic[T]):
+    """Wraps a call without arguments, and remembers its last return value in `result`."""
 
     result: T
 
@@ -94,17 +94,17 @@ class ResultGraph(NamedTuple, Generic[T]):
     """A captured call. Every launch overwrites its result in the same memory."""
 
     launch: Launch
-    kept: Kept[T]
+    call: RememberedCall[T]
 
     @property
     def result(self) -> T:
-        return self.kept.result
+        return self.call.result
 
 
 def record_result(capture: Capture, call: Callable[[], T], rehearse: Launch) -> ResultGraph[T]:
     """Capture `call`, and keep the tensors that it returned during capture."""
-    kept = Kept(call)
-    return ResultGraph(capture.record(kept, rehearse), kept)
+    remembered = RememberedCall(call)
+    return ResultGraph(capture.record(remembered, rehearse), remembered)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""The forward pass of decode steps, from the newest tokens of the rows to hidden states, without work on the host.
+"""The forward pass of decode steps, from the newest token of each row to hidden states, without work on the host.
+DecodeGraphs and HiddenGraphs capture it.
 
 A graph is captured for a number of rows, its bucket. A step of fewer rows is padded. The graph reads the step's rows
 from memory that the host writes only when they change, and everything else from the rows' persistent state.
@@ -21,30 +22,30 @@ from quire.runtime.worker.adapters import RowAdapters, tile_rows
 from quire.runtime.worker.batch import tables_of
 from quire.runtime.worker.device_batch import PADDING
 from quire.runtime.worker.device_lists import NOTHING_LISTED
-from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.device_parts import DeviceParts
 from quire.types.adapters import NO_ADAPTER
 from quire.types.step import NO_ROWS, Ints
 
 
-class Kind(NamedTuple):
-    """The key of a decode graph."""
+class DecodeKind(NamedTuple):
+    """The key of a decode graph: the bucket, and the properties of a step that select its kernels."""
 
-    bucket: int
+    bucket: int  # rows, including padding
     top_k_top_p: bool = False  # a row has top_k or top_p
-    cascade: bool = False
+    cascade: bool = False  # attention reads blocks that rows share once for all of them
     listed: int = NOTHING_LISTED  # top logprobs per row, besides the chosen token's
     guided: bool = False  # two graphs: one up to the logits, one that applies masks and samples
     adapters: bool = False  # a row uses a LoRA adapter
     long: bool = False  # one row, too long for the kernel that runs all layers in one launch
 
-    def in_bucket(self, bucket: int) -> Kind:
+    def in_bucket(self, bucket: int) -> DecodeKind:
         """Return the kind of the same steps in a larger bucket. `long` is cleared: only the bucket of one row uses the
         kernel that runs all layers."""
         return self._replace(bucket=bucket, long=False)
 
 
 class Hidden(NamedTuple):
-    """The output of a decode step's layers."""
+    """The output of the layers in a decode step, before the last norm and the head."""
 
     states: Tensor  # [bucket, hidden]
     beside: Tensor | None  # [bucket, size]: inputs of each token that blocks read besides the residual stream
@@ -52,7 +53,8 @@ class Hidden(NamedTuple):
 
 
 class GraphAdapters:
-    """Device memory from which graphs read the LoRA adapter of each row of a step."""
+    """The LoRA adapter of each row of a step, in device memory at fixed addresses, from which graphs read it. The host
+    writes it when the rows or their adapters change."""
 
     def __init__(self, adapters: RowAdapters, most: int, device: torch.device) -> None:
         self._adapters = adapters
@@ -80,13 +82,17 @@ class GraphAdapters:
 
 
 class DecodeForward:
-    """Runs the layers of decode steps on device memory that graphs read, which this object owns. `entries` and
-    `lengths` [most] hold the rows of the step, negative for padding, and their lengths."""
+    """Runs the layers of decode steps. It owns the device memory at fixed addresses from which graphs read a step's
+    inputs.
 
-    def __init__(self, model: Model, state: DeviceState) -> None:
-        self._model, self._state, self._rows = model, state, state.rows
-        rows = state.rows
-        self._tables = tables_of(rows, state.cache)
+    `entries` [bucket] holds the row of each line of the step, negative for padding, and `lengths` the number of tokens
+    of that row.
+    """
+
+    def __init__(self, model: Model, parts: DeviceParts) -> None:
+        self._model, self._parts, self._rows = model, parts, parts.rows
+        rows = parts.rows
+        self._tables = tables_of(rows, parts.cache)
         self.buckets = row_buckets(rows.spare)
         most, device = self.buckets[-1], rows.device
         self.entries = torch.full((most,), PADDING, dtype=torch.int32, device=device)  # rows of the step
@@ -97,7 +103,7 @@ class DecodeForward:
         self._state_spans = torch.ones(most, 2, dtype=torch.int32, device=device)  # (token, count) of each row
         self._state_spans[:, 0] = torch.arange(most)
         self._state_slots = torch.full((most, 2), PADDING, dtype=torch.int32, device=device)
-        self._adapters = None if state.adapters is None else GraphAdapters(state.adapters, most, device)
+        self._adapters = None if parts.adapters is None else GraphAdapters(parts.adapters, most, device)
         self._written, self._written_bucket = NO_ROWS, 0  # what `entries` and `_places` hold
 
     @property
@@ -105,13 +111,13 @@ class DecodeForward:
         """Whether rows may use LoRA adapters."""
         return self._adapters is not None
 
-    def kind(self, rows: Ints) -> Kind:
+    def kind(self, rows: Ints) -> DecodeKind:
         """Return the kind of a step of these rows, as far as the layers determine it."""
-        cascade = self._state.shared.update_groups(rows)
-        adapters = self._state.adapters is not None and self._state.adapters.are_used(rows)
-        return Kind(self.buckets[bisect_left(self.buckets, len(rows))], cascade=cascade, adapters=adapters)
+        cascade = self._parts.shared.update_groups(rows)
+        adapters = self._parts.adapters is not None and self._parts.adapters.are_used(rows)
+        return DecodeKind(self.buckets[bisect_left(self.buckets, len(rows))], cascade=cascade, adapters=adapters)
 
-    def write(self, rows: Ints, kind: Kind) -> None:
+    def write(self, rows: Ints, kind: DecodeKind) -> None:
         """Write the rows of the next step to device memory, if they have changed."""
         bucket = kind.bucket
         if kind.adapters:
@@ -127,14 +133,14 @@ class DecodeForward:
         self._rows.uploader.upload_into(self._places[:bucket], places)
         self._written, self._written_bucket = rows, bucket
 
-    def hidden(self, kind: Kind, layers: int | None = None) -> Hidden:
+    def hidden(self, kind: DecodeKind, layers: int | None = None) -> Hidden:
         """Run the layers over the rows that were written last. With `layers`, only that many layers run: they launch
         the same kernels fewer times."""
         bucket = kind.bucket
         entries, lengths, positions = self.entries[:bucket], self.lengths[:bucket], self._positions[:bucket]
         torch.index_select(self._rows.history.lengths, 0, self._places[:bucket], out=lengths)
-        plan = self._state.attention.plan(entries, positions, lengths, self._rows.tables, None, cascade=kind.cascade)
-        history, attention = self._rows.history, self._state.attention
+        plan = self._parts.attention.plan(entries, positions, lengths, self._rows.tables, None, cascade=kind.cascade)
+        history, attention = self._rows.history, self._parts.attention
         vectors = self._model.embedding.newest(entries, history.tokens, history.lengths, positions)
         step = ForwardStep(
             token_ids=self._no_tokens,  # the model reads `vectors` instead
@@ -142,7 +148,7 @@ class DecodeForward:
             lengths=lengths,
             max_length=self._rows.capacity,
             slots=positions[:0],  # layers compute slots from the block tables
-            caches=self._state.cache.layers,
+            caches=self._parts.cache.layers,
             attention=plan,
             backend=attention,
             num_layers=layers,
@@ -158,13 +164,13 @@ class DecodeForward:
     def _axes(self, bucket: int, positions: Tensor) -> Tensor | None:  # [1, bucket]
         """Return the position of each row's newest token. After the prompt, a row's position differs from its token
         index by a constant, and is the same on all axes."""
-        images = self._state.images
+        images = self._parts.images
         if images is None:
             return None
         return (positions + images.shifts.index_select(0, self._places[:bucket])).unsqueeze(0)
 
     def _state_step(self, bucket: int) -> StateStep | None:
-        states = self._state.states
+        states = self._parts.states
         if states is None:
             return None
         spans, slots = self._state_spans[:bucket], self._state_slots[:bucket]

@@ -1,5 +1,5 @@
-"""Builds one forward pass of the Triton kernels from a plan and the rows. All data of the host is uploaded in one
-copy."""
+"""Builds the inputs of one forward pass with the Triton kernels from a plan and the rows. All host data is uploaded in
+one copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quire.runtime.worker.batch import (
     slots_of,
     tables_of,
 )
-from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.device_parts import DeviceParts
 from quire.types.step import StepPlan
 
 PADDING = -1  # row number of padding tokens
@@ -40,17 +40,19 @@ _SPARE_SEGMENTS = 32  # further segments of chunks whose state moves within the 
 
 
 class DeviceBatchBuilder:
-    """Builds batches without reading the device. Blocks are not cleared, as no kernel reads an unwritten slot.
+    """Implements runner.Batches on a GPU, without reading the device. Blocks are not cleared, as no kernel reads an
+    unwritten slot.
 
     A step of at most buckets[-1] tokens is padded to the next bucket. Steps of the same shape get their inputs at the
-    same addresses, so that a graph can be captured; the next batch overwrites them. Without buckets, layers run one by
-    one, and if `plain`, the batch has the cache slots of its tokens.
+    same addresses, so that ForwardGraphs can capture a graph; the next batch overwrites them. Without buckets, layers
+    run one by one. `plain`: the model is not static; batches are not padded, and they contain the cache slots of their
+    tokens.
     """
 
-    def __init__(self, state: DeviceState, buckets: Sequence[int], *, plain: bool) -> None:
-        rows, cache = state.rows, state.cache
-        self._rows, self._cache, self._attention, self._shared = rows, cache, state.attention, state.shared
-        self._plain, self._states, self._images, self.adapters = plain, state.states, state.images, state.adapters
+    def __init__(self, parts: DeviceParts, buckets: Sequence[int], *, plain: bool) -> None:
+        rows, cache = parts.rows, parts.cache
+        self._rows, self._cache, self._attention, self._shared = rows, cache, parts.attention, parts.shared
+        self._plain, self._states, self._images, self.adapters = plain, parts.states, parts.images, parts.adapters
         self._buckets = () if plain else tuple(buckets)
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
         self._tables = tables_of(rows, cache)

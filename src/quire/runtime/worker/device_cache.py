@@ -1,4 +1,4 @@
-"""The paged KV cache on a GPU: one launch copies blocks in all layers."""
+"""The paged KV cache on a GPU: one kernel launch copies blocks in all layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.types.step import BlockCopy
 
 
 class DeviceCache(KVCache):
-    """A KVCache whose copies are Triton kernels. Its calls do not wait for the device."""
+    """A KVCache that copies, gathers and scatters blocks by Triton kernels. The host does not wait for them."""
 
     def __init__(
         self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device,

@@ -1,4 +1,5 @@
-"""Top logprobs of rows, computed inside a graph. They serve logprobs of responses and the candidates of beam search."""
+"""Lists of the top logprobs of rows, computed inside a captured graph, for the logprobs of responses and for the
+candidates of beam search."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _FEWEST = 8  # the shortest non-empty list: lengths are rounded up, so that few 
 
 
 class ListSpace:
-    """Scratch memory for lists of top logprobs, allocated for the first list. Graphs that never run at the same time
-    share it."""
+    """Makes and fills lists of top logprobs. Owns the scratch memory of the kernels, allocated for the first list;
+    graphs share it, because no two run at the same time."""
 
     def __init__(self, most_rows: int, vocab_size: int, device: torch.device) -> None:
         self._most_rows, self._vocab_size, self._device = most_rows, vocab_size, device
@@ -23,13 +24,13 @@ class ListSpace:
         self._space: LogprobSpace | None = None
 
     def room(self, wanted: int) -> int:
-        """Return the length of the list that is computed if `wanted` tokens are needed: a power of two. Zero and -1
-        stay."""
+        """Return the length of the list that is computed if `wanted` tokens are needed: a power of two. Zero and -1 are
+        returned unchanged."""
         return min(max(_FEWEST, power_of_two(wanted)), self.most_listed) if wanted > 0 else wanted
 
     def make(self, token_ids: Tensor, listed: int) -> Listing:
-        """Allocate lists of `listed` tokens for each entry, besides the chosen `token_ids` [entries]. The addresses
-        stay the same."""
+        """Allocate lists of `listed` tokens for each of `token_ids` [entries], the chosen tokens. A graph that fills
+        them keeps their addresses."""
         entries = len(token_ids)
         if self._space is None:
             self._space = LogprobSpace.make(self._most_rows, self._vocab_size, self._device)

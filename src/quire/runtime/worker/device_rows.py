@@ -15,10 +15,11 @@ from quire.types.step import Ints, NewRow, RowTokens
 
 
 class DeviceRows(Rows):
-    """Has one more row than the engine uses: `spare`, which is always empty and serves as the row of padding.
+    """Rows whose memory graphs read. There is one row more than the engine uses: `spare`, which is always empty and
+    serves as the row of padding.
 
-    `host_tables` mirrors the block tables on the host. `num_placed` increases when rows were placed, truncated or given
-    other full blocks.
+    `host_tables` mirrors the block tables on the host, for SharedPrefixes. `tables_version` increases when rows were
+    placed or truncated, or got other full blocks; not when they only grow.
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class DeviceRows(Rows):
         super().__init__(num_rows + 1, capacity, block_size, device, num_windows, num_blocks)
         self.spare = num_rows
         self.host_tables: Ints = np.zeros((self.num_rows, self.max_blocks), dtype=np.int32)
-        self.num_placed = 0
+        self.tables_version = 0
         self._memory = TokenMemory(self.history.tokens, self.history.lengths, self.history.num_prompt)
 
     def place(self, news: Sequence[NewRow]) -> None:
         super().place(news)
-        self.num_placed += len(news)
+        self.tables_version += len(news)
         for new in (new for new in news if new.block_ids):
             self.host_tables[new.row, : len(new.block_ids)] = new.block_ids
 
@@ -47,13 +48,13 @@ class DeviceRows(Rows):
         before = (self.lengths[rows] - 1) // self.block_size  # full blocks without the newest token
         super().write(writes)
         if ((self.lengths[rows] - 1) // self.block_size < before).any():
-            self.num_placed += 1
+            self.tables_version += 1
 
     def grant(self, rows: Ints, slots: Ints, blocks: Ints) -> None:
         super().grant(rows, slots, blocks)
         self.host_tables[rows, slots] = blocks
         if (slots < (self.lengths[rows] - 1) // self.block_size).any():  # full blocks were replaced, as beams do
-            self.num_placed += 1
+            self.tables_version += 1
 
     def append(self, rows: Ints, rows_on_device: Tensor, token_ids: Tensor) -> None:
         self.append_on_device(rows_on_device, token_ids)

@@ -25,7 +25,8 @@ EAGER_RUNS = 3  # of a shape before it is captured: a capture costs about as muc
 
 
 class ForwardGraphs:
-    """Runs the layers over a batch: by a graph if the batch has a shape, otherwise kernel by kernel.
+    """Implements runner.Forward: runs the layers over a batch by a captured graph if the batch has a shape, otherwise
+    kernel by kernel.
 
     A capture waits for the device. So a shape is captured when it occurs while the device is idle, or when it has
     occurred a few times.

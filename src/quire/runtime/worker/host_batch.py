@@ -15,8 +15,8 @@ from quire.runtime.worker.batch import BatchBuilder, Gathered
 
 
 class HostBatchBuilder(BatchBuilder):
-    """Builds the same batches as BatchBuilder, with the slots of all tables computed at once. A step of one token is
-    indexed by integers instead of arrays, because building arrays would take most of its time."""
+    """A BatchBuilder for CPUs that computes the slots of all block tables at once. A step of one token is indexed by
+    integers instead of arrays, because building arrays would take most of its time."""
 
     @cached_property
     def _all_tables(self) -> npt.NDArray[np.int32]:  # [sources, rows, max blocks]
@@ -38,7 +38,7 @@ class HostBatchBuilder(BatchBuilder):
     def _num_heads(self) -> tuple[int, ...]:  # per table
         return tuple(len(places.heads) for places in self._heads)
 
-    def _gather(self, token_rows: Longs, positions: Longs, numbers: Sequence[Longs]) -> Gathered:
+    def _gather(self, token_rows: Longs, positions: Longs, arrays: Sequence[Longs]) -> Gathered:
         size, tokens = self._rows.block_size, self._rows.tokens.numpy()
         if len(token_rows) == 1:
             row, position = int(token_rows[0]), int(positions[0])
@@ -56,7 +56,7 @@ class HostBatchBuilder(BatchBuilder):
             every[:, :count].reshape(-1).contiguous()
             for every, count in zip(found.unbind(), self._num_heads, strict=True)
         ]
-        return Gathered(torch.from_numpy(token_ids), tuple(own), [torch.from_numpy(each) for each in numbers])
+        return Gathered(torch.from_numpy(token_ids), tuple(own), [torch.from_numpy(each) for each in arrays])
 
     def _decode_blocks(self, decodes: Longs, needed: Longs) -> Sequence[Tensor]:
         if len(decodes) == 1:

@@ -1,4 +1,5 @@
-"""A collection of captured graphs, by the kind of the steps that they run."""
+"""KindGraphs: captured graphs by the kind of step that they run. DecodeGraphs, HiddenGraphs and ShortGraphs each have
+one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ BORROWED_RUNS = 8  # steps of a kind that use the graph of a larger bucket befor
 
 
 class StepKind(Protocol):
-    """The key of a graph."""
+    """The key of a graph: a bucket and the properties of a step that select its kernels."""
 
     @property
     def bucket(self) -> int:
@@ -31,8 +32,11 @@ G = TypeVar("G")
 
 
 class KindGraphs(dict[K, G]):
-    """Captures graphs on demand. A capture waits for the device. So steps of a new kind use the graph of a larger
-    bucket, if there is one, until the kind has occurred a few times."""
+    """The graphs captured so far, by kind. Looking up a kind without a graph captures it.
+
+    A capture waits for the device, so steps of a new kind first use the graph of a larger bucket, if there is one. The
+    kind is captured when it has occurred BORROWED_RUNS times.
+    """
 
     def __init__(self, steps: str, buckets: tuple[int, ...], make: Callable[[K], G]) -> None:
         """`steps` describes the steps in the log. `make(kind)` captures a graph."""

@@ -1,4 +1,5 @@
-"""Makes the parts of a worker for the kernels that its attention backend runs."""
+"""Builds the components of a worker for its device and attention backend: rows, cache, batch builder, forward pass and
+graphs. Worker.__init__ calls `make_parts`."""
 
 from __future__ import annotations
 
@@ -23,30 +24,34 @@ from quire.runtime.worker.batch import BatchBuilder
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.host_batch import HostBatchBuilder
 from quire.runtime.worker.images import ImageRows
-from quire.runtime.worker.rest import NOTHING_LEFT, Rest
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.runner import Batches, Forward, Graphs, NoGraphs, PlainForward, RowSampler
 from quire.runtime.worker.states import RowStates
 from quire.runtime.worker.virtual_batch import VirtualBatchBuilder
 from quire.runtime.worker.virtual_cache import VirtualCache
 from quire.runtime.worker.virtual_rows import VirtualRows
+from quire.runtime.worker.warmup import NOTHING_LEFT, WarmupLeft
 
 RowShape = tuple[int, int, int, torch.device, int, int]  # the arguments of Rows
 
 
 class Preparing(Protocol):
-    def __call__(self, seconds: float) -> Rest:
+    """Warms up a worker; `prepare` in prepare.py, with its arguments bound."""
+
+    def __call__(self, seconds: float) -> WarmupLeft:
         """Compile kernels and capture graphs for about `seconds`, so that the first requests need not wait for that.
         Changes no row and no block."""
 
 
-def nothing_to_prepare(seconds: float) -> Rest:  # noqa: ARG001
+def nothing_to_prepare(seconds: float) -> WarmupLeft:  # noqa: ARG001
     """Do nothing: no kernel is compiled and no graph is captured here."""
     return NOTHING_LEFT
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class WorkerParts:
+    """The components of a worker that `make_parts` builds for its device and attention backend."""
+
     rows: Rows
     cache: KVCache
     batches: Batches
@@ -68,8 +73,9 @@ def make_parts(
     *,
     cache: KVCache | None = None,
     adapters: RowAdapters | None = None,
-) -> Parts:
-    """Allocate all rows and, unless `cache` is given, the KV cache. `model_config` is that of this rank."""
+) -> WorkerParts:
+    """Build the components of a worker. Allocates all rows and, unless `cache` is given, the KV cache. `model_config`
+    is that of this rank."""
     device = torch.device(config.device.device)
     capacity = config.scheduler.max_model_len + 1  # one more for the last token of a sequence of full length
     num_windows = config.cache.groups.num_window_blocks
@@ -90,14 +96,14 @@ def make_parts(
         virtual = VirtualRows(*row_shape[:4], cache.ranges)
         images = _make_images(model, model_config, config, virtual)
         mapped = VirtualBatchBuilder(virtual, cache, backend, images, adapters)
-        return Parts(virtual, cache, mapped, PlainForward(model), NoGraphs(), images=images)
+        return WorkerParts(virtual, cache, mapped, PlainForward(model), NoGraphs(), images=images)
     if backend.kernels == "native":
         model.trace(cache.layers)
     rows = Rows(*row_shape)
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
     make_builder = HostBatchBuilder if device.type == "cpu" else BatchBuilder
     batches = make_builder(rows, cache, backend, states, images, adapters)
-    return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
+    return WorkerParts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
 
 
 def _make_states(cache: KVCache, rows: Rows) -> RowStates | None:
@@ -140,15 +146,15 @@ def _device_parts(
     ranks: Ranks,
     vocabulary: Vocabulary | None,
     adapters: RowAdapters | None,
-) -> Parts:
+) -> WorkerParts:
     from quire.runtime.worker.capture import CudaCapture, NoCapture
+    from quire.runtime.worker.decode_graphs import DecodeGraphs
     from quire.runtime.worker.device_batch import DeviceBatchBuilder
+    from quire.runtime.worker.device_parts import DeviceParts
     from quire.runtime.worker.device_rows import DeviceRows
-    from quire.runtime.worker.device_state import DeviceState
     from quire.runtime.worker.forward_graphs import ForwardGraphs
-    from quire.runtime.worker.graphs import DecodeGraphs
     from quire.runtime.worker.prepare import prepare
-    from quire.runtime.worker.shared_runs import SharedRuns
+    from quire.runtime.worker.shared_prefixes import SharedPrefixes
     from quire.runtime.worker.short_graphs import AllGraphs, ShortGraphs
     from quire.runtime.worker.stage_graphs import HiddenGraphs
 
@@ -156,34 +162,34 @@ def _device_parts(
     most = scheduler.num_rows if config.speculation is None else scheduler.num_samples  # decode attention tokens
     backend.reserve(cache.of_tables, most, scratch_tokens(model_config, config))
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
-    state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states, images, adapters)
+    shared = DeviceParts(rows, cache, backend, SharedPrefixes(rows, backend), states, images, adapters)
     on_gpu, group = rows.device.type == "cuda", ranks.tensor
     is_captured, is_stage = model.is_static and (group.in_graphs or not on_gpu), ranks.place.config.pipeline > 1
     if config.device.enforce_eager or not is_captured:
-        batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
-        return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
+        batches = DeviceBatchBuilder(shared, (), plain=not model.is_static)
+        return WorkerParts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
     model.reserve(rows.capacity)
     buckets = token_buckets(model_config, config)
     if isinstance(model.embedding, ReceivedStream):
         model.embedding.reserve(max(*buckets, *row_buckets(rows.spare)), rows.device)
     capture = CudaCapture(rows.device, alone=group.size == 1, is_stage=is_stage) if on_gpu else NoCapture()
-    batches = DeviceBatchBuilder(state, buckets, plain=False)
+    batches = DeviceBatchBuilder(shared, buckets, plain=False)
     choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)
     graphs: DecodeGraphs | HiddenGraphs
     if not ranks.place.is_last_stage:
-        graphs = HiddenGraphs(model, state, capture)
+        graphs = HiddenGraphs(model, shared, capture)
     elif choice is None:
-        return Parts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
+        return WorkerParts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
     else:
         has_programs = images is None and not is_stage
-        graphs = DecodeGraphs(model, state, *choice, capture, vocabulary, has_programs=has_programs)
+        graphs = DecodeGraphs(model, shared, *choice, capture, vocabulary, has_programs=has_programs)
     agree, alone = partial(_agree, group, rows.device), group.size == 1 and not is_stage
     ready = partial(prepare, batches, forward, graphs, agree, alone=alone)
     has_short = config.speculation is not None and states is None and images is None and not is_stage
     if not has_short or not isinstance(graphs, DecodeGraphs) or choice is None:
-        return Parts(rows, cache, batches, forward, graphs, ready, states, images)
-    short = ShortGraphs(model, state, *choice, capture, vocabulary, most=most)
-    return Parts(rows, cache, batches, forward, AllGraphs(graphs, short), partial(ready, short=short))
+        return WorkerParts(rows, cache, batches, forward, graphs, ready, states, images)
+    short = ShortGraphs(model, shared, *choice, capture, vocabulary, most=most)
+    return WorkerParts(rows, cache, batches, forward, AllGraphs(graphs, short), partial(ready, short=short))
 
 
 def _agree(group: RankGroup, device: torch.device, answer: bool) -> bool:

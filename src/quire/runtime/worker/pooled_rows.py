@@ -20,8 +20,11 @@ NOT_FINITE = "the model's output has values that are NaN or infinite"
 
 
 class PooledRows:
-    """The live rows that are pooled. A row reports its values with its only sample. Rows that pool by the first token
-    or by the mean must compute every chunk of their prompt; the engine takes none of it from the prefix cache."""
+    """The live rows of requests for pooling. A row reports its values instead of its only sample.
+
+    Rows that pool by the first token or by the mean must compute every chunk of their prompt; the engine takes none of
+    it from the prefix cache.
+    """
 
     def __init__(self, model: Model, rows: Rows, vocabulary: Vocabulary | None = None) -> None:
         self._model, self._rows, self._vocabulary = model, rows, vocabulary
@@ -80,15 +83,15 @@ class PooledRows:
             if work.kind != "last":
                 total = self._sums[rows[place]]
                 states[at] = total / work.lengths[0] if work.kind == "mean" else total
-        found = self._numbers(states, works)
+        found = self._pool(states, works)
         finite = found.isfinite().all(dim=1).tolist()
-        numbers = found.cpu().numpy()
+        values = found.cpu().numpy()
         return (
-            tuple(RowPooled(rows[place], numbers[at].tobytes()) for at, place in enumerate(places) if finite[at]),
+            tuple(RowPooled(rows[place], values[at].tobytes()) for at, place in enumerate(places) if finite[at]),
             tuple(RowFailure(rows[place], NOT_FINITE) for at, place in enumerate(places) if not finite[at]),
         )
 
-    def _numbers(self, states: Tensor, works: list[PoolingWork]) -> Tensor:
+    def _pool(self, states: Tensor, works: list[PoolingWork]) -> Tensor:
         """Return float32 [pooled, size] from normed states. All rows of a model pool to the same kind of result."""
         if self._model.classifies:
             return self._model.classify(states).float()

@@ -1,4 +1,4 @@
-"""Preparation of a GPU before its first request: kernels are compiled and graphs captured."""
+"""Warm-up of a GPU before its first request: kernels are compiled and graphs captured."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from quire.config.sizes import format_size
 from quire.kernels.triton.compiling import compiling_only
 from quire.runtime.worker.batch import StepShape
-from quire.runtime.worker.decode_forward import Kind
+from quire.runtime.worker.decode_forward import DecodeKind
 from quire.runtime.worker.device_batch import DeviceBatchBuilder
 from quire.runtime.worker.forward_graphs import ForwardGraphs
-from quire.runtime.worker.rest import NOTHING_LEFT, Rest, Task
 from quire.runtime.worker.short_graphs import ShortGraphs, ShortKind
+from quire.runtime.worker.warmup import NOTHING_LEFT, Task, WarmupLeft
 
 logger = logging.getLogger("quire.runtime")
 
@@ -25,20 +25,21 @@ Agree = Callable[[bool], bool]  # returns the first rank's argument on all ranks
 
 
 class PreparedGraphs(Protocol):
-    """Graphs of decode steps."""
+    """The graphs of decode steps that `prepare` captures: DecodeGraphs, or HiddenGraphs on a stage that does not
+    sample."""
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """The numbers of rows for which there are graphs, rising."""
 
-    def rarer_kinds(self) -> Iterable[Kind]:
+    def rarer_kinds(self) -> Iterable[DecodeKind]:
         """Yield the kinds of steps other than plain decoding, per bucket or for the smallest one."""
 
     def trace_row(self) -> None:
         """Trace the program that runs a one-row step in one kernel, if there is one. Call this before anything is
         captured."""
 
-    def rehearse(self, kind: Kind) -> None:
+    def rehearse(self, kind: DecodeKind) -> None:
         """Launch each kernel of a graph at least once, over padding only."""
 
     def capture(self, bucket: int) -> None:
@@ -54,7 +55,7 @@ def prepare(
     *,
     alone: bool,  # this rank is not in a group
     short: ShortGraphs | None = None,  # of an engine with speculative decoding
-) -> Rest:
+) -> WarmupLeft:
     """Compile and capture what every first request needs, then capture further graphs until `seconds` have passed.
     Kernels that usual steps need are compiled in the background from then on.
 
@@ -69,7 +70,7 @@ def prepare(
             forward.rehearse(batches.blank(shape))
         forward.rehearse(batches.blank_large(first))
         graphs.trace_row()  # compiles its kernel while the others compile in the background
-        graphs.rehearse(Kind(first))
+        graphs.rehearse(DecodeKind(first))
     graphs.capture(first)
     tasks: list[Task] = []
     if short is not None:
@@ -86,7 +87,7 @@ def prepare(
         for shape in shapes:
             forward.rehearse(batches.blank(shape))
         for bucket in others:
-            graphs.rehearse(Kind(bucket))
+            graphs.rehearse(DecodeKind(bucket))
             forward.rehearse(batches.blank_large(bucket))
         if short is not None:
             for bucket in short.buckets:
@@ -94,7 +95,7 @@ def prepare(
     rarer = [partial(graphs.rehearse, kind) for kind in graphs.rarer_kinds()]
     if short is not None:
         rarer += [partial(short.rehearse, ShortKind(bucket, top_k_top_p=True)) for bucket in short.buckets]
-    rest = Rest(tasks, [partial(_compile, rehearse) for rehearse in rarer])
+    rest = WarmupLeft(tasks, [partial(_compile, rehearse) for rehearse in rarer])
     if alone:
         return rest
     for compile_later in rest.compilations:

@@ -1,4 +1,5 @@
-"""Persistent rows: what the device keeps of every live sequence, with the lengths mirrored on the host.
+"""Persistent rows: what the device stores about every live sequence, with the lengths mirrored on the host. The
+engine's side of them is RowTable (engine/scheduler/row_table.py).
 
 The host never reads the device to plan a batch: it knows every length, because lengths do not depend on token values.
 """
@@ -134,12 +135,12 @@ class Rows:
             lengths[row] += 1
             self.lengths[row] += 1
 
-    def upload(self, numbers: Longs) -> Tensor:
+    def upload(self, values: Longs) -> Tensor:
         """Copy an array to the device without waiting for it."""
-        return self.uploader.upload(numbers)[0]
+        return self.uploader.upload(values)[0]
 
     def check(self) -> None:
-        """Waits for the device."""
+        """Assert that rows are consistent. Waits for the device."""
         if self.windows is not None:
             self.windows.check()
         live = np.flatnonzero(self.live)

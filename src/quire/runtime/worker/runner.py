@@ -67,15 +67,15 @@ class StepOutput:
 
     def result(self, on_host: Sequence[Tensor]) -> StepResult:
         """Return the result, given host copies of `tensors`. The caller may overwrite the copies afterwards."""
-        tokens, numbers = on_host[0].numpy().astype(np.int32), iter(on_host[1:])
+        tokens, tensors = on_host[0].numpy().astype(np.int32), iter(on_host[1:])
         return StepResult(
             self.plan.step,
             tokens.clip(min=0),
-            _read(self.report.logprobs, numbers),
-            _read(self.prompt_logprobs, numbers),
+            _read(self.report.logprobs, tensors),
+            _read(self.prompt_logprobs, tensors),
             self.failures + row_failures(self.plan.sample_rows, tokens, self.masked),
-            _read(self.report.candidates, numbers),
-            _read(self.drafts, numbers),
+            _read(self.report.candidates, tensors),
+            _read(self.drafts, tensors),
             self.pooled,
         )
 
@@ -89,12 +89,14 @@ def masked_samples(masks: Masks | None) -> Ints:
     return NO_ROWS if masks is None else masks.samples
 
 
-def _read(part: Pending[_Part], numbers: Iterator[Tensor]) -> _Part:
+def _read(part: Pending[_Part], tensors: Iterator[Tensor]) -> _Part:
     """Finish a part of the output with the next host tensors."""
-    return part.finish(tuple(islice(numbers, len(part.tensors))))
+    return part.finish(tuple(islice(tensors, len(part.tensors))))
 
 
 class Sampled(Protocol):
+    """The result of a sampler: a token for each sample, and the logprobs and candidates that rows report."""
+
     @property
     def token_ids(self) -> Tensor: ...
 
@@ -103,7 +105,7 @@ class Sampled(Protocol):
 
 
 class RowSampler(Protocol):
-    """The sampler as the worker uses it."""
+    """The sampler as the worker uses it. It keeps the sampling parameters of live rows."""
 
     def add(self, new: NewRow) -> None: ...
 
@@ -116,6 +118,9 @@ class RowSampler(Protocol):
 
 
 class Batches(Protocol):
+    """Builds the inputs of a forward pass: BatchBuilder, HostBatchBuilder, DeviceBatchBuilder or
+    VirtualBatchBuilder."""
+
     adapters: RowAdapters | None  # of the worker's rows
 
     def build(self, plan: StepPlan) -> Batch:
@@ -123,13 +128,15 @@ class Batches(Protocol):
 
 
 class Forward(Protocol):
+    """Runs the layers of the model over a batch: PlainForward, ForwardGraphs or StageForward."""
+
     def __call__(self, batch: Batch) -> Tensor:
         """Run all layers and write the KV cache. Return the hidden states of `batch.step.wanted`, or, if that is None,
         of all tokens, padding included."""
 
 
 class PlainForward:
-    """Call the model without graphs."""
+    """Implements Forward by calling the model, without graphs."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -139,7 +146,8 @@ class PlainForward:
 
 
 class Graphs(Protocol):
-    """Captured graphs of whole steps."""
+    """Captured graphs of whole steps, which a worker runs instead of its Runner: DecodeGraphs, HiddenGraphs, AllGraphs
+    or StageGraphs."""
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether a graph can run this step."""
@@ -152,7 +160,7 @@ class Graphs(Protocol):
 
 
 class NoGraphs:
-    """Graphs are off: takes no step."""
+    """Implements Graphs where none are captured: takes no step."""
 
     def takes(self, plan: StepPlan) -> bool:  # noqa: ARG002
         return False

@@ -1,9 +1,10 @@
-"""Captured graphs of steps in which rows compute a few tokens each: drafts that are verified, and tokens that a draft
+"""Captured graphs of steps in which each row computes a few tokens: drafts that are verified, and tokens that a draft
 model has to catch up on.
 
-Such a step runs like a decode step: each token is a line of the batch that attends to the keys up to its position
-through the block table of its row. So long contexts are split as in decoding, and one graph launch runs the whole step,
-from token ids to sampled tokens. The host uploads rows and positions; it knows all lengths.
+Such a step runs like a decode step: each token is a line of the batch, which attends to the keys up to its position
+through the block table of its row. So the keys of long contexts are split among thread blocks as in decoding, and one
+graph launch runs the whole step, from token ids to sampled tokens. The host uploads the row and the position of each
+token; it knows the lengths of all rows.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from quire.runtime.sampling.triton_choice import TritonChoice
 from quire.runtime.worker.batch import find_spans, find_tokens, tables_of
 from quire.runtime.worker.capture import Capture, Launch
 from quire.runtime.worker.decode_forward import GraphAdapters
+from quire.runtime.worker.decode_graphs import DecodeGraphs, GraphSampler
 from quire.runtime.worker.device_batch import PADDING
 from quire.runtime.worker.device_lists import NOTHING_LISTED
-from quire.runtime.worker.device_state import DeviceState
-from quire.runtime.worker.graphs import DecodeGraphs, Sampling
+from quire.runtime.worker.device_parts import DeviceParts
 from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import SampleStep, StepOutput
 from quire.types.step import StepPlan
@@ -40,7 +41,7 @@ _BYTES_BESIDE = 1 << 10  # alignment
 
 
 class ShortKind(NamedTuple):
-    """The key of a graph."""
+    """The key of a graph: the bucket, and the properties of a step that select its kernels."""
 
     bucket: int  # tokens
     top_k_top_p: bool = False  # a row has top_k or top_p
@@ -61,7 +62,7 @@ class _Tokens(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The inputs that a graph reads, on the device."""
+    """The inputs of a graph: views of device memory at fixed addresses, written before each launch."""
 
     rows: Tensor  # [bucket], int32; negative: padding
     places: Tensor  # [bucket], int64: indices in the flattened token history
@@ -72,32 +73,33 @@ class _Given(NamedTuple):
 
 
 class ShortGraphs:
-    """Runs steps with short chunks by graphs. Owns the memory that graphs read and write.
+    """Implements runner.Graphs for steps with short chunks. Owns the memory that the graphs read and write.
 
-    The next step overwrites the outputs of a step. Models with recurrent layers or images have no such graphs.
+    The outputs of a step are overwritten by the next step. There are no such graphs for models with recurrent layers or
+    images.
     """
 
     def __init__(
         self,
         model: Model,
-        state: DeviceState,
-        sampling: Sampling,
+        parts: DeviceParts,
+        sampling: GraphSampler,
         choice: TritonChoice,
         capture: Capture,
         vocabulary: Vocabulary | None = None,
         *,
         most: int,  # tokens that attention has work lists for, and that can be sampled at once
     ) -> None:
-        self._model, self._state, self._rows, self._vocabulary = model, state, state.rows, vocabulary
+        self._model, self._parts, self._rows, self._vocabulary = model, parts, parts.rows, vocabulary
         self._sampling, self._choice, self._capture = sampling, choice, capture
-        self._tables = tables_of(state.rows, state.cache)
+        self._tables = tables_of(parts.rows, parts.cache)
         whole = min(most, MOST) // FEWEST * FEWEST  # no graph of its own for the few tokens beyond
         self._buckets = tuple(bucket for bucket in row_buckets(whole) if bucket >= FEWEST)
-        device = state.rows.device
+        device = parts.rows.device
         largest = self._buckets[-1]
         self._memory = torch.empty(largest * _BYTES_PER_TOKEN + _BYTES_BESIDE, dtype=torch.uint8, device=device)
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._adapters = None if state.adapters is None else GraphAdapters(state.adapters, largest, device)
+        self._adapters = None if parts.adapters is None else GraphAdapters(parts.adapters, largest, device)
         self._graphs = KindGraphs("steps with short chunks", self._buckets, self._make)
 
     @property
@@ -151,7 +153,7 @@ class ShortGraphs:
 
     def _kind(self, plan: StepPlan, tokens: _Tokens) -> ShortKind:
         bucket = self._buckets[bisect_left(self._buckets, len(tokens.rows))]
-        adapters = self._state.adapters is not None and self._state.adapters.are_used(tokens.rows)
+        adapters = self._parts.adapters is not None and self._parts.adapters.are_used(tokens.rows)
         return ShortKind(bucket, self._choice.needs_top_k_top_p(plan.sample_rows), adapters)
 
     def _make(self, kind: ShortKind) -> Launch:
@@ -177,7 +179,7 @@ class ShortGraphs:
     def _launch(self, kind: ShortKind, given: _Given, *, layers: int | None = None) -> None:
         """Run what a graph captures. With `layers`, only that many layers run: they launch the same kernels fewer
         times."""
-        rows, attention, nothing = self._rows, self._state.attention, given.positions[:0]
+        rows, attention, nothing = self._rows, self._parts.attention, given.positions[:0]
         token_ids = rows.tokens.view(-1).index_select(0, given.places)
         plan = attention.plan(given.rows, given.positions, given.lengths, rows.tables, None)
         step = ForwardStep(
@@ -186,7 +188,7 @@ class ShortGraphs:
             lengths=given.lengths,
             max_length=rows.capacity,
             slots=nothing,  # layers compute slots from the block tables
-            caches=self._state.cache.layers,
+            caches=self._parts.cache.layers,
             attention=plan,
             backend=attention,
             num_layers=layers,

@@ -1,8 +1,9 @@
-"""What differs in the worker of a pipeline stage: its forward pass, and tokens that another stage samples.
+"""The parts of a worker that a pipeline stage needs: receiving and sending hidden states around the forward pass, and
+receiving the tokens that the last stage samples.
 
-All stages have the same rows. Only the last stage samples; the others learn its tokens later, and in the meantime run
-plans that do not need them. Plan k needs the tokens of plan k - P at the latest, where P is the number of stages, and
-those of every plan in which one of its rows was sampled.
+All stages have the same rows. Only the last stage samples; the others receive its tokens later, and meanwhile run plans
+that do not need them. Plan k needs the tokens of plan k - P at the latest, where P is the number of stages, and those
+of every earlier plan that samples a row of plan k.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from quire.types.step import Ints, Masks, NewRow, StepPlan
 
 
 def make_link(config: EngineConfig, ranks: Ranks) -> StageLink | None:
-    """None: there is one stage."""
+    """Return the connection of this rank to the stages before and after it. None: there is one stage."""
     return None if ranks.place.config.pipeline == 1 else StageLink(ranks, torch.device(config.device.device))
 
 
 class StageStreams:
-    """What a stage receives before a step and sends after it: the residual stream of the step's tokens."""
+    """Receives the residual stream of a step's tokens from the stage before, and sends it to the stage after."""
 
     def __init__(self, model: Model, link: StageLink) -> None:
         table = model.embedding
@@ -45,13 +46,15 @@ class StageStreams:
         self._link = link
 
     def receive(self, num_tokens: int) -> None:
-        """From the stage before, into the memory that the step reads. The first stage receives nothing."""
+        """Receive the inputs of a step from the stage before, into the memory that the step reads. The first stage
+        receives nothing."""
         if self._received is not None:
             self._link.receive_hidden(*self._received.place(num_tokens, self._link.device))
 
     def send(self, hidden: Tensor, beside: Tensor | None, num_tokens: int, *, is_kept: bool) -> None:
-        """To the next stage, without padding. The last stage sends nothing. `is_kept`: no later step overwrites these,
-        as the next run of a graph does. What is not kept is copied, since it may be on its way for longer."""
+        """Send the outputs of a step, without padding, to the next stage. The last stage sends nothing. `is_kept`: no
+        later step overwrites these tensors. Otherwise they are copied first, because the next run of a graph could
+        overwrite them before they are sent."""
         if not self._link.is_last:
             parts = (None if part is None else part[:num_tokens] for part in (hidden, beside))
             stream, other = (part if part is None or is_kept else part.clone() for part in parts)
@@ -60,8 +63,8 @@ class StageStreams:
 
 
 class StageForward:
-    """Implements Forward over another one: from the hidden states of the stage before to those for the next one. Only
-    the last stage leaves tokens out that are not wanted."""
+    """Implements Forward for a stage, around another Forward: receives the hidden states of the stage before, runs the
+    layers, and sends their output to the next stage. Only the last stage leaves out tokens that are not wanted."""
 
     def __init__(self, forward: Forward, streams: StageStreams) -> None:
         self._forward, self._streams = forward, streams
@@ -76,14 +79,16 @@ class StageForward:
 
 @dataclass(slots=True)
 class _Awaited:
-    """The samples of a step: rows [samples], and the places [grown] of those by which their rows grow."""
+    """The samples of a step whose tokens have not been received: the rows [samples], and the indices [grown] of the
+    samples that are appended to their rows."""
 
     rows: Ints
     grown: Longs
 
 
 class AwaitedTokens:
-    """Tokens that the last stage has still to send to this one, by step, the oldest first."""
+    """The steps whose sampled tokens the last stage has not sent to this stage yet, oldest first. Receiving them
+    appends the tokens to the rows."""
 
     def __init__(self, rows: Rows, link: StageLink) -> None:
         self._rows, self._link = rows, link
@@ -93,13 +98,14 @@ class AwaitedTokens:
         return len(self._steps)
 
     def expect(self, rows: Ints, grown: Longs | None = None) -> None:
-        """A step was run in which these rows are sampled, whose tokens come later. `grown`: see `Batch`."""
+        """Note that a step was run in which these rows are sampled; their tokens are received later. `grown`: see
+        `Batch`."""
         if len(rows):
             self._steps.append(_Awaited(rows, np.arange(len(rows)) if grown is None else grown))
 
     def receive_for(self, plan: StepPlan) -> None:
-        """Wait for the tokens that a plan needs, before anything of it is done. Those of rows that it releases are
-        dropped when they come."""
+        """Wait for the tokens that a plan needs. Must be called before any of its changes are applied. The tokens of
+        rows that the plan releases are dropped when they are received."""
         if not self._steps:
             return
         if plan.released:
@@ -125,7 +131,7 @@ class AwaitedTokens:
 
 
 def _rows_of(plan: StepPlan) -> Iterator[int]:
-    """The rows whose tokens or lengths a plan reads or changes."""
+    """Yield the rows whose tokens or lengths a plan reads or changes."""
     yield from plan.decode_rows.tolist()
     for chunk in plan.chunks:
         yield chunk.row
@@ -137,7 +143,7 @@ def _rows_of(plan: StepPlan) -> Iterator[int]:
 
 
 class StageRunner(Runner):
-    """The runner of a stage that does not sample: forward, and nothing else."""
+    """The runner of a stage that does not sample: it only runs the forward pass."""
 
     awaited: AwaitedTokens
 
@@ -149,12 +155,12 @@ class StageRunner(Runner):
 
 
 def nothing_sampled(plan: StepPlan, device: torch.device, masks: Masks | None) -> StepOutput:  # noqa: ARG001
-    """What a stage that does not sample makes of a plan."""
+    """Return the output of a plan on a stage that does not sample: no tokens."""
     return StepOutput(plan, torch.empty(0, dtype=torch.int64, device=device))
 
 
 class NoSampler:
-    """Implements RowSampler for a stage that does not sample: it keeps nothing of rows."""
+    """Implements RowSampler for a stage that does not sample: it stores nothing about rows."""
 
     def add(self, new: NewRow) -> None: ...
 

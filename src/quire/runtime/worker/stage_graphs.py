@@ -8,8 +8,8 @@ from functools import partial
 
 from quire.runtime.models.build import Model
 from quire.runtime.worker.capture import Capture, ResultGraph, record_result
-from quire.runtime.worker.decode_forward import DecodeForward, Hidden, Kind
-from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.decode_forward import DecodeForward, DecodeKind, Hidden
+from quire.runtime.worker.device_parts import DeviceParts
 from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import Graphs, SampleStep, StepOutput
 from quire.runtime.worker.stage import AwaitedTokens, StageStreams, nothing_sampled
@@ -17,41 +17,41 @@ from quire.types.step import NO_ROWS, StepPlan
 
 
 class HiddenGraphs:
-    """Implements Graphs for a stage that does not sample. A step's hidden states are in `left` until the next step
-    overwrites them. Rows grow when their tokens come from the last stage."""
+    """Implements Graphs for a stage that does not sample. The hidden states of a step are in `left` until the next step
+    overwrites them. Tokens are appended to rows when they are received from the last stage."""
 
     left: Hidden  # output of the last step
 
-    def __init__(self, model: Model, state: DeviceState, capture: Capture) -> None:
-        self._model, self._capture, self._device = model, capture, state.rows.device
-        self._forward = DecodeForward(model, state)
+    def __init__(self, model: Model, parts: DeviceParts, capture: Capture) -> None:
+        self._model, self._capture, self._device = model, capture, parts.rows.device
+        self._forward = DecodeForward(model, parts)
         self._graphs = KindGraphs("decoding of a stage", self._forward.buckets, self._make)
 
     @property
     def buckets(self) -> tuple[int, ...]:
         return self._forward.buckets
 
-    def rarer_kinds(self) -> Iterator[Kind]:
+    def rarer_kinds(self) -> Iterator[DecodeKind]:
         """Yield the kinds of steps other than plain decoding, for each bucket."""
         for bucket in self.buckets:
-            yield Kind(bucket, cascade=True)
+            yield DecodeKind(bucket, cascade=True)
             if self._forward.has_adapters:
-                yield Kind(bucket, adapters=True)
+                yield DecodeKind(bucket, adapters=True)
 
     def trace_row(self) -> None:
-        """Do nothing: stages run layer by layer."""
+        """Do nothing: no kernel runs all layers of a stage."""
 
-    def rehearse(self, kind: Kind) -> None:
+    def rehearse(self, kind: DecodeKind) -> None:
         """Launch each kernel of a graph at least once, over padding only."""
         self._forward.write(NO_ROWS, kind)
         self._forward.hidden(kind, self._model.num_varied)
 
     def capture(self, bucket: int) -> None:
         """Capture plain decoding of `bucket` rows, if that has not been done."""
-        self._graphs.capture(Kind(bucket))
+        self._graphs.capture(DecodeKind(bucket))
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether the step only decodes. How its rows are sampled does not matter here."""
+        """Whether the step only decodes. Its sampling parameters do not matter, because this stage does not sample."""
         return not plan.chunks and 0 < len(plan.decode_rows) <= self.buckets[-1]
 
     def run(self, plan: StepPlan) -> StepOutput:
@@ -68,18 +68,18 @@ class HiddenGraphs:
         self.run(plan)
         return partial(nothing_sampled, plan, self._device)
 
-    def _make(self, kind: Kind) -> ResultGraph[Hidden]:
+    def _make(self, kind: DecodeKind) -> ResultGraph[Hidden]:
         """Capture over padding only, which changes no row."""
         self._forward.write(NO_ROWS, kind)
         return record_result(self._capture, partial(self._forward.hidden, kind), partial(self.rehearse, kind))
 
 
 class StageGraphs:
-    """Implements Graphs for a stage, around its HiddenGraphs, or on the last stage its DecodeGraphs: receives the
-    stage's input before a step, and sends its output."""
+    """Implements Graphs for a pipeline stage, around its HiddenGraphs, or around its DecodeGraphs on the last stage:
+    receives the stage's input before each step and sends its output after it."""
 
     def __init__(self, graphs: Graphs, streams: StageStreams, awaited: AwaitedTokens | None) -> None:
-        """`awaited`: the tokens that this stage expects from the last one. None on the last stage."""
+        """`awaited`: the tokens that this stage receives from the last one. None on the last stage."""
         self._graphs, self._streams, self._awaited = graphs, streams, awaited
 
     def takes(self, plan: StepPlan) -> bool:

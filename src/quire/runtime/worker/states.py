@@ -58,7 +58,7 @@ class RowStates:
         return segments
 
     def check(self) -> None:
-        """Waits for the device."""
+        """Assert that the device and the host agree. Waits for the device."""
         assert (self.slots.cpu().numpy() == self._on_host).all()
 
     def _cut(self, span: Sequence[int], moves: list[StateMove]) -> Iterator[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Builds one forward pass over the virtual layout from a plan and the rows."""
+"""Builds the inputs of one forward pass over the virtual layout from a plan and the rows."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from quire.types.step import StepPlan
 
 
 class VirtualBackend(Protocol):
+    """An attention backend for the virtual layout, which reads each row's keys and values as one contiguous range."""
+
     def prepare(self, spans: VirtualSpans) -> Any:
         """Return the step's metadata, which is passed to every `attend` of the step."""
 
 
 class VirtualBatchBuilder:
-    """Builds batches without reading the device. `build` also maps the blocks that the batch needs."""
+    """Implements runner.Batches for the virtual layout, without reading the device. `build` also maps the blocks that
+    the step needs."""
 
     def __init__(
         self,

@@ -23,10 +23,10 @@ _MOST_TOKENS = 1 << 31  # limit of the kernels' 32-bit token indices
 
 
 class VirtualCache(KVCache):
-    """Owns keys and values, and the address ranges of rows.
+    """A KVCache whose blocks are mapped into address ranges: each row's tokens are contiguous.
 
-    `ranges` must be told of all blocks that rows hold. Then token t of row r is at index `ranges.first_places(r)` *
-    block size + t in the tokens of every layer.
+    VirtualRows reports to `ranges` which blocks each row holds. Then token t of row r is at index
+    `ranges.first_places(r)` * block size + t in the tokens of every layer.
     """
 
     layers: tuple[VirtualLayer, ...]

@@ -1,4 +1,5 @@
-"""Fences tell how far the device has come, so that memory is not unmapped while a running step uses it."""
+"""Fences mark in the device's queue how far it has come, so that RowRanges does not unmap memory that a running step
+still uses."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 
 
 class Fences(Protocol):
-    """Steps have rising numbers. A step's fence comes before the step's own work and after the work of all earlier
-    steps."""
+    """Fences of steps, which have increasing numbers. A step's fence is enqueued before the step's own work and after
+    the work of all earlier steps: so when the device passes it, all earlier steps are finished."""
 
     def put(self, step: int) -> None:
         """Record the fence of a step. Must be called before any of the step's work is launched."""
@@ -23,7 +24,7 @@ class Fences(Protocol):
 
 
 class NoFences:
-    """Fences of a CPU, where a step is finished when its launch returns."""
+    """Implements Fences on a CPU, where a step is finished when its launch returns."""
 
     def put(self, step: int) -> None:
         """Do nothing."""
@@ -36,7 +37,7 @@ class NoFences:
 
 
 class CudaFences:
-    """Fences that are CUDA events of the current stream."""
+    """Implements Fences by CUDA events on the current stream."""
 
     def __init__(self) -> None:
         self._standing: deque[tuple[int, torch.cuda.Event]] = deque()

@@ -23,9 +23,10 @@ _OTHER_MAPPINGS = 4_096  # further mappings of the process: libraries, heaps, st
 
 
 class PageMemory(Protocol):
-    """Blocks of physical memory, and a reserved address range divided into places of one block each.
+    """Blocks of physical memory, and a reserved address range, divided into places of one block each, into which they
+    can be mapped.
 
-    A block may be mapped at several places. Only mapped places may be accessed.
+    A block may be mapped at several places. Only places where a block is mapped may be accessed.
     """
 
     blocks: Tensor  # [blocks, block bytes], uint8: all blocks, always mapped

@@ -1,4 +1,4 @@
-"""The address range of each row, and the blocks that are mapped there."""
+"""RowRanges: the address range of each row in the virtual layout, and the blocks that are mapped there."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ class MappingCost:
 
 
 class RowRanges:
-    """Gives every row a range of `slots` places, and keeps the row's blocks mapped there.
+    """Gives every row a range of `slots` places, and keeps the row's blocks mapped there. VirtualRows reports changes;
+    VirtualBatchBuilder begins each step.
 
-    `enter`, `put` and `leave` only note changes; `begin_step` maps them, once per step. The range that a row leaves is
-    unmapped when the device has finished the last step that used it.
+    `enter`, `put` and `leave` only note changes; `begin_step` maps the noted blocks, once per step. The range that a
+    row leaves is unmapped when the device has finished the last step that used it.
     """
 
     def __init__(self, memory: PageMemory, num_rows: int, slots: int, fences: Fences) -> None:

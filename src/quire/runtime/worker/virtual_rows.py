@@ -12,7 +12,8 @@ from quire.types.step import Ints, NewRow
 
 
 class VirtualRows(Rows):
-    """Notifies `ranges` of every block that a row gets and of every row that is released."""
+    """Rows that report to `ranges` each new row, each block that a row gets, and each released row, so that the blocks
+    get mapped."""
 
     def __init__(self, num_rows: int, capacity: int, block_size: int, device: torch.device, ranges: RowRanges) -> None:
         super().__init__(num_rows, capacity, block_size, device)

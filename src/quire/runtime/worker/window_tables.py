@@ -1,7 +1,8 @@
-"""Window tables: the window blocks in which layers with a window keep the tokens of each block.
+"""Window tables: for each row, the window blocks in which layers with a sliding window keep the tokens of its blocks.
 
-A row's window table lists the window blocks of the blocks in its block table. The window blocks of tokens outside the
-window are given back; their entries then name some other block of the cache, and attention must ignore what it holds.
+Entry i of a row's window table is the window block of entry i of its block table. When tokens have left the window,
+their window blocks are freed and reused. The entries stay and then name blocks with other tokens, so attention must not
+read tokens outside of the window.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from quire.types.step import Ints
 
 
 class WindowTables:
-    """`tables` has one table of all rows for each window block that belongs to a block. The tensors keep their
-    addresses, so that captured graphs can read them."""
+    """The window tables of all rows: `tables` has one [rows, max blocks] for each window block that a block has. The
+    tensors keep their addresses, so that captured graphs can read them."""
 
     def __init__(self, memory: Tensor, num_blocks: int, uploader: Uploader) -> None:
-        """`memory`: zeros [windows, rows, max blocks], int32."""
+        """`memory`: zeros [window blocks per block, rows, max blocks], int32."""
         self.memory, self._uploader = memory, uploader
         self.tables: tuple[Tensor, ...] = tuple(memory)  # each [rows, max blocks]
         self._of_block = torch.zeros(len(memory), num_blocks, dtype=torch.int32, device=memory.device)
 
     def assign(self, owners: Ints, window_blocks: Ints) -> None:
-        """Assign to owners[i] (all different) the i-th group of window blocks in window_blocks [owners * windows]."""
+        """Record the window blocks of blocks: owners[i] (all different) gets the i-th of the groups in `window_blocks`
+        [owners * window blocks per block]."""
         by_window = window_blocks.reshape(len(owners), -1).T
         where, blocks = self._uploader.upload(owners.astype(np.int64), by_window)
         self._of_block.index_copy_(1, where, blocks)
@@ -41,8 +43,8 @@ class WindowTables:
         return self.memory.flatten(1).index_select(1, places)
 
     def check(self) -> None:
-        """Waits for the device."""
+        """Assert that all entries are valid block ids. Waits for the device."""
         num_blocks = self._of_block.shape[1]
-        for numbers in (self.memory, self._of_block):
-            assert int(numbers.min()) >= 0
-            assert int(numbers.max()) < num_blocks
+        for tensor in (self.memory, self._of_block):
+            assert int(tensor.min()) >= 0
+            assert int(tensor.max()) < num_blocks

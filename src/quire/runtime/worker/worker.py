@@ -1,4 +1,4 @@
-"""The worker: executes plans, and owns all state of one device."""
+"""The worker: executes the engine's plans on one device, and owns all state there."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from quire.runtime.tiers.tiers import NO_TIERS, Tiers
 from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.parts import make_parts
-from quire.runtime.worker.rest import Rest, Task
 from quire.runtime.worker.runner import NoGraphs, RowSampler, Runner, SampleStep, StepOutput
 from quire.runtime.worker.stage import AwaitedTokens, NoSampler, StageForward, StageRunner, StageStreams, make_link
+from quire.runtime.worker.warmup import Task, WarmupLeft
 from quire.types.adapters import NO_ADAPTER
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
@@ -35,7 +35,7 @@ from quire.types.step import Ints, Masks, NewRow, RowFailure, RowTokens, StepPla
 
 @dataclass(frozen=True, slots=True)
 class _BegunStep:
-    """A guided step that waits for its masks."""
+    """A guided step whose forward pass was launched and that waits for its masks."""
 
     step: int
     sample: SampleStep
@@ -43,9 +43,12 @@ class _BegunStep:
 
 
 class Worker:
-    """Owns rows, sampler state and KV memory (unless `cache` is another worker's). Plans must be executed in the order
-    in which the engine made them. `drafter` may be set to one that reads this worker's rows, and `tiers` to those of
-    its cache."""
+    """Executes plans on one device. Owns the rows, the sampler's state and the KV memory (unless `cache` belongs to
+    another worker). An executor creates one worker for each rank and calls it with the plans in the order in which the
+    engine made them.
+
+    `drafter` may be set to one that reads this worker's rows, and `tiers` to the ones of its cache.
+    """
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class Worker:
 
     @torch.inference_mode()
     def prepare_more(self) -> bool:
-        """Do one task of the preparation that is left. May only be called while no step is in flight. Returns False if
+        """Do one task of the warm-up that is left. May only be called while no step is in flight. Returns False if
         nothing is left."""
         for tasks in (self._captures, self._compilations):
             if tasks:
@@ -112,15 +115,15 @@ class Worker:
         return False
 
     @torch.inference_mode()
-    def compile_rest(self) -> None:
+    def compile_remaining(self) -> None:
         """Start all remaining compilations in the background, and drop the remaining captures. `prepare_more` has
         nothing left then."""
-        for compile_later in self.take_rest().compilations:
+        for compile_later in self.take_warmup_left().compilations:
             compile_later()
 
-    def take_rest(self) -> Rest:
-        """Return the preparation that is left. `prepare_more` has nothing left then."""
-        rest = Rest(tuple(self._captures), tuple(self._compilations))
+    def take_warmup_left(self) -> WarmupLeft:
+        """Return the warm-up that is left, and forget it: `prepare_more` has nothing left then."""
+        rest = WarmupLeft(tuple(self._captures), tuple(self._compilations))
         self._captures.clear()
         self._compilations.clear()
         return rest
@@ -160,7 +163,7 @@ class Worker:
         return self._complete(begun.sample(masks), begun.failures)
 
     def check(self) -> None:
-        """Waits for the device, and for tokens of other stages."""
+        """Assert that all state is consistent. Waits for the device, and for tokens of other stages."""
         if self._awaited is not None:
             self._awaited.receive_all()
         self.rows.check()
@@ -190,7 +193,8 @@ class Worker:
         return self._graphs.takes(plan)
 
     def _update(self, plan: StepPlan) -> tuple[RowFailure, ...]:
-        """Apply the plan's changes to rows, adapters, states and blocks, before the forward pass."""
+        """Apply the plan's changes to rows, adapters, states and blocks, before the forward pass. Returns the rows that
+        failed."""
         if self._awaited is not None:
             self._awaited.receive_for(plan)
         self._release(plan.released)
@@ -214,7 +218,7 @@ class Worker:
         return StepOutput(plan, torch.empty(0, dtype=torch.int64, device=self.rows.device))
 
     def _complete(self, output: StepOutput, failures: tuple[RowFailure, ...]) -> StepOutput:
-        """Send the tokens to other stages, and draft, after sampling."""
+        """After sampling: send the tokens to the other stages, add the failures, and make drafts."""
         if self._link is not None and self._link.is_last:
             self._link.send_tokens(output.token_ids)
         if failures:
@@ -247,7 +251,7 @@ class Worker:
                 self._check_images(new.images)
                 self._check_adapter(new.adapter)
                 self._sampler.add(new)
-            except Exception as error:  # noqa: BLE001  only this row's request fails
+            except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends
                 self._failed.add(new.row)
                 failures.append(RowFailure(new.row, str(error) or type(error).__name__))
                 tokens, images = new.token_ids.clip(0, self._vocab_size - 1), tuple(self._valid_images(new.images))

@@ -24,7 +24,7 @@ def test_a_table_grows_beyond_all_memory_while_its_window_moves_on() -> None:
         assert table.append(2) == []
         pool.check()
         table.check()
-        held = [pool.memory_of(block) for block in table.blocks[table.num_left :]]
+        held = [pool.memory_of(block) for block in table.blocks[table.num_behind_window :]]
         assert None not in held
         assert len(set(held)) == len(held) == pool.num_used <= 4
     assert len(set(table.blocks)) == 99
@@ -41,7 +41,7 @@ def test_what_is_in_no_window_is_idle_and_taken_last() -> None:
     with pytest.raises(OutOfBlocks, match="1 blocks needed, 0 of 6"):
         table.append(2)
     table.leave_window(8)  # it sees tokens 4 to 8
-    assert (table.num_left, pool.num_free, pool.num_reusable) == (2, 2, 2)
+    assert (table.num_behind_window, pool.num_free, pool.num_reusable) == (2, 2, 2)
     first, second = table.blocks[:2]
     assert pool.memory_of(first) is not None
     (other,) = pool.take(1)

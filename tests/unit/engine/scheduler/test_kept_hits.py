@@ -63,7 +63,7 @@ class Cached:
             slot = states.take()
             states.keep([own], 1, slot)
             states.release(slot)
-        self.pool.unread([own], at_end=True)
+        self.pool.leave_window([own], at_end=True)
         self.pool.move_sides(own, self.blocks[place], place + 1)
         self.pool.release([own])
 

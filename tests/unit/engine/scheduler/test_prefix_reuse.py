@@ -341,7 +341,7 @@ def test_a_group_whose_blocks_another_one_loads_waits_for_them_too(monkeypatch: 
     reuse, story = engine.core._scheduler.reuse, [place * 7 % 90 for place in range(16)]
     ask(engine, "before", [*story, 5])
     ask(engine, "filler", [50] * 84)
-    monkeypatch.setattr(reuse._unpublished, "find", lambda *_: None)  # as for a group that computes no prompt
+    monkeypatch.setattr(reuse._in_progress, "find", lambda *_: None)  # as for a group that computes no prompt
     engine.submit("one", [*story, 6], max_tokens=3, seed=1)
     engine.submit("two", [*story, 7], max_tokens=3, seed=1)
     engine.run()

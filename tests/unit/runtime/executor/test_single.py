@@ -319,7 +319,7 @@ def test_remaining_preparation_is_done_task_by_task_and_never_raises(
     monkeypatch.setattr(single, "_compiles", True)
     worker = single._worker
     assert worker is not None
-    worker.take_rest()
+    worker.take_warmup_left()
     worker._captures.extend((lambda: done.append("first"), lambda: done.append("second")))
     monkeypatch.setattr(compiling, "_begun", {"kernel": None})
     assert single.prepare_more() == COMPILING_SECONDS  # others are compiled still

@@ -14,7 +14,7 @@ from interpreter import HAS_TRITON
 from quire.config.model import Experts, Heads
 from quire.runtime.parallel.group import TorchGroup
 from quire.runtime.parallel.ranks import ALONE, Ranks
-from quire.runtime.worker.graphs import DecodeGraphs
+from quire.runtime.worker.decode_graphs import DecodeGraphs
 from tiny_models import DEVICE, family_checkpoint, tiny_config
 from worker_executor import TinyEngine
 

@@ -16,7 +16,7 @@ from quire.config.model import Experts, Heads
 from quire.kernels.triton import norm
 from quire.runtime.layers.stream import Stream
 from quire.runtime.parallel.ranks import ALONE
-from quire.runtime.worker.decode_forward import Kind
+from quire.runtime.worker.decode_forward import DecodeKind
 from quire.runtime.worker.parts import _agree
 from tiny_models import DEVICE, family_checkpoint, random_checkpoint, tiny_config
 from worker_executor import TinyEngine
@@ -62,7 +62,7 @@ def test_one_kernel_adds_a_sum_to_the_stream_and_norms_it(name: str, monkeypatch
     monkeypatch.setattr(Stream, "add", add)
     monkeypatch.setattr(Stream, "settle", settle)
     monkeypatch.setattr(norm, "_launch", launch)
-    summing.executor.worker._graphs._forward.hidden(Kind(2))
+    summing.executor.worker._graphs._forward.hidden(DecodeKind(2))
     assert counts == {"changes": 4, "pending": 4, "added and normed": 3, "added alone": 1}  # of two layers
     assert group.num_reduced == 5  # and the embedding
 
@@ -73,7 +73,7 @@ def test_ranks_of_a_stage_decode_by_graphs() -> None:
     shared = TinyEngine(checkpoint, attention="triton", block_size=16, num_blocks=8, rows=2, max_len=32, tensor=2)
     shared.answers([[5, 9, 2, 11, 7]], max_tokens=2)
     graphs = [worker._graphs for worker in shared.executor.workers]
-    assert [list(each._graphs) for each in graphs] == [[Kind(1)]] * 2
+    assert [list(each._graphs) for each in graphs] == [[DecodeKind(1)]] * 2
 
 
 def test_all_ranks_prepare_as_long_as_the_first_one() -> None:
@@ -93,6 +93,6 @@ def test_all_stages_run_their_steps_by_graphs() -> None:
     prompts = [[5, 9, 2, 11, 7], [4, 17]]
     assert staged.answers(prompts, max_tokens=4) == alone.answers(prompts, max_tokens=4)
     first, last = (worker._graphs._graphs for worker in staged.executor.workers)
-    assert set(first._graphs) == {Kind(1)}  # a micro-batch of each request
-    assert set(last._graphs) == {Kind(1)}
+    assert set(first._graphs) == {DecodeKind(1)}  # a micro-batch of each request
+    assert set(last._graphs) == {DecodeKind(1)}
     staged.executor.close()

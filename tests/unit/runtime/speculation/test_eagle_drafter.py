@@ -17,7 +17,7 @@ from quire.engine.speculation.draft_length import DraftLength
 from quire.runtime.layers import skinny
 from quire.runtime.speculation.eagle_drafter import EagleCoverage
 from quire.runtime.speculation.features import BlockFeatures
-from quire.runtime.worker.decode_forward import Kind
+from quire.runtime.worker.decode_forward import DecodeKind
 from quire.types.step import BlockCopy, StepPlan
 from tests.unit.runtime.speculation.test_coverage import grants, new
 from tests.unit.runtime.speculation.test_model_drafter import LateExecutor
@@ -55,7 +55,7 @@ def test_a_rehearsal_of_the_first_layers_launches_what_joins_hidden_states(monke
     monkeypatch.setattr(graphs._model._parts[1]._taps, "_fc", lambda x: joined.append(x.shape) or x[:, :32])
     assert graphs._model.num_varied == 1
     with torch.inference_mode():
-        graphs.rehearse(Kind(1))
+        graphs.rehearse(DecodeKind(1))
     assert joined == [(1, 64)]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from quire.config.model import Heads
 from quire.runtime.sampling.make import make_sampler
-from quire.runtime.worker.graphs import DecodeGraphs
+from quire.runtime.worker.decode_graphs import DecodeGraphs
 from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.step import Chunk, Masks, StepPlan, StepResult
@@ -397,14 +397,14 @@ def test_candidates_of_a_guided_step_are_those_the_mask_allows(attention: str) -
 
 def test_capturing_guided_graphs_changes_no_row_and_no_block() -> None:
     pytest.importorskip("triton")
-    from quire.runtime.worker.decode_forward import Kind
+    from quire.runtime.worker.decode_forward import DecodeKind
 
     made = bench("triton")
     start(made, [0, 1])
     rows, memory = made.worker.rows, made.worker.cache.blocks
     before = [each.clone() for each in (rows.tokens, rows.history.lengths, memory)]
     with torch.inference_mode():
-        for kind in (Kind(1, guided=True), Kind(4, top_k_top_p=True, listed=8, guided=True)):
+        for kind in (DecodeKind(1, guided=True), DecodeKind(4, top_k_top_p=True, listed=8, guided=True)):
             made.worker._graphs._graphs.capture(kind)  # type: ignore[attr-defined]
     for was, each in zip(before, (rows.tokens, rows.history.lengths, memory), strict=True):
         assert torch.equal(was, each)

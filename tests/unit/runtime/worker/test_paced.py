@@ -166,10 +166,10 @@ def test_shared_blocks_are_searched_again_when_a_row_becomes_shorter() -> None:
     pytest.importorskip("triton")
     made = begun("triton", [0])
     rows = made.worker.rows
-    before = rows.num_placed
+    before = rows.tables_version
     made.write(0, 3, [4, 5])
     made.run(chunks=[Chunk(0, 3, 2, (0,), num_sampled=2)])
-    assert rows.num_placed == before
+    assert rows.tables_version == before
     made.write(0, 3, [9])
     made.run(decode=[0])
-    assert rows.num_placed == before + 1
+    assert rows.tables_version == before + 1

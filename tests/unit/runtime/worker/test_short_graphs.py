@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 from quire.config.model import Heads
 from quire.config.speculation import SpeculationConfig
 from quire.runtime.sampling.make import make_sampler
-from quire.runtime.worker.graphs import DecodeGraphs
+from quire.runtime.worker.decode_graphs import DecodeGraphs
 from quire.runtime.worker.short_graphs import AllGraphs, ShortGraphs, ShortKind
 from quire.types.step import Chunk, StepPlan
-from tests.unit.runtime.worker.test_graphs import Recorder
+from tests.unit.runtime.worker.test_decode_graphs import Recorder
 from tiny_models import DEVICE, VOCAB, Bench, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
 
 ROWS, PROMPT = 6, [5, 6, 7]

@@ -19,9 +19,9 @@ from quire.config.parallel import ParallelConfig
 from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.worker import forward_graphs, kind_graphs
 from quire.runtime.worker.batch import StepShape
-from quire.runtime.worker.decode_forward import Kind
+from quire.runtime.worker.decode_forward import DecodeKind
+from quire.runtime.worker.decode_graphs import DecodeGraphs
 from quire.runtime.worker.forward_graphs import ForwardGraphs
-from quire.runtime.worker.graphs import DecodeGraphs
 from quire.runtime.worker.runner import NoGraphs
 from quire.runtime.worker.stage_graphs import HiddenGraphs, StageGraphs
 from quire.runtime.worker.worker import Worker
@@ -112,7 +112,7 @@ def test_micro_batches_in_flight_give_the_tokens_of_one_worker(num_stages: int) 
     plans, stages = plans_of(num_stages), stages_of(num_stages)
     assert in_turns(stages, plans) == expected(num_stages)
     for worker in stages:
-        assert set(graphs_of(worker)._graphs) == {Kind(2), Kind(1)}
+        assert set(graphs_of(worker)._graphs) == {DecodeKind(2), DecodeKind(1)}
         forward = worker._runner._forward._forward  # type: ignore[attr-defined]
         assert isinstance(forward, ForwardGraphs)
         assert set(forward._graphs) == {StepShape(16, False, True, False)}
@@ -139,8 +139,8 @@ def test_a_last_stage_without_graphs_receives_from_a_stage_with_graphs() -> None
     plans[0] = replace(first, new_rows=new_rows)
     stages = stages_of(2)
     assert in_turns(stages, plans) == alone(plans)
-    assert set(graphs_of(stages[0])._graphs) == {Kind(2), Kind(1)}
-    assert set(graphs_of(stages[1])._graphs) == {Kind(1)}
+    assert set(graphs_of(stages[0])._graphs) == {DecodeKind(2), DecodeKind(1)}
+    assert set(graphs_of(stages[1])._graphs) == {DecodeKind(1)}
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="processes go on to compile")

@@ -38,15 +38,17 @@ class TierHit(NamedTuple):
 
 
 class SwapBlocks(NamedTuple):
-    """The blocks of a preempted sequence that can be swapped to host memory, by content hash, and their tokens."""
+    """The blocks of a preempted sequence that can be swapped to host memory. They contain its first `num_tokens`
+    tokens."""
 
     num_tokens: int
-    blocks: dict[bytes, int]
+    blocks: dict[bytes, int]  # by key (content hash)
 
 
 class TierQuery(NamedTuple):
-    """The prefix to look up: the first `limit` of these tokens. A block that was swapped out may end after `swapped`
-    tokens, within a block."""
+    """The prefix to look up in the tiers: the first `limit` of `tokens`. `swapped`: how many tokens of the sequence
+    were swapped out (0: none). The last block that was swapped out may be partial, so a hit may end there, within a
+    block."""
 
     salt: str
     tokens: bytes  # int32
@@ -54,7 +56,7 @@ class TierQuery(NamedTuple):
     swapped: int = 0
 
 
-class Asked(NamedTuple):
+class RemoteLookup(NamedTuple):
     """A lookup of the blocks that other engines have."""
 
     number: int
@@ -62,20 +64,21 @@ class Asked(NamedTuple):
 
 
 class Tiers(Protocol):
-    """Decides which KV blocks are kept in host memory and on disk, and collects the transfers that copy them there.
+    """Decides which KV blocks are kept in host memory, on disk and at other engines, and collects the transfers that
+    copy them there.
 
-    A key is the content hash of a block. An owner swaps out blocks that must not be lost while it waits. No method
-    copies bytes, waits or fails.
+    A key is the content hash of a block. An owner is the sequence whose blocks are swapped out: they are not evicted
+    from host memory until `release_swapped(owner)`. No method copies bytes, waits or fails.
     """
 
     def find(self, match: Match, query: TierQuery) -> TierHit:
         """Find the host slots that continue the device's match. Marks them as used and changes nothing else."""
 
     def find_files(self, match: Match, query: TierQuery) -> list[bytes]:
-        """Return the keys of the files that continue the result of `find`, as many as host memory can hold at once.
-        Marks the host slots among them as used and changes nothing else."""
+        """Return the keys of the files that continue the result of `find`, at most as many as host memory can hold at
+        once. Marks the host slots among them as used and changes nothing else."""
 
-    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None:
+    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> RemoteLookup | None:
         """Ask other engines for the blocks that continue the device's match; None: nothing is asked. With `awaits`, the
         lookup waits for a limited time for blocks that are still being sent. When it is answered, `find_files` finds
         the blocks.
@@ -84,7 +87,7 @@ class Tiers(Protocol):
         missing ones again.
         """
 
-    def is_asking(self, asked: Asked) -> bool:
+    def is_asking(self, lookup: RemoteLookup) -> bool:
         """Whether a lookup has not been answered."""
 
     def put_counts(self) -> tuple[int, int]:
@@ -173,9 +176,9 @@ class NoTiers:
     def find_files(self, match: Match, query: TierQuery) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
         return []
 
-    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None: ...
+    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> RemoteLookup | None: ...
 
-    def is_asking(self, asked: Asked) -> bool:  # noqa: ARG002 - Tiers' signature
+    def is_asking(self, lookup: RemoteLookup) -> bool:  # noqa: ARG002 - Tiers' signature
         return False
 
     def put_counts(self) -> tuple[int, int]:

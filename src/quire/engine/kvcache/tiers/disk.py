@@ -1,5 +1,5 @@
-"""The disk tier: which KV blocks have a file, which file is deleted next, and the transfers between files and host
-slots."""
+"""The disk tier: which KV blocks have a file, which file is deleted next, and the transfers between files and slots of
+host memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _GROWTH = 8  # after 8 written files, the limit of a disk that was full grows by
 
 
 class DiskIndex:
-    """The keys of all files, in order of use. Together they take at most `quota` blocks, including files that are still
-    being written."""
+    """The keys of all files, least recently used first. Their blocks take at most `quota` blocks together, including
+    files that are still being written."""
 
     def __init__(self, quota: int) -> None:
         self.quota = quota
@@ -100,10 +100,11 @@ class FileTransfers(NamedTuple):
 
 
 class DiskTier:
-    """Collects the transfers that write, read and delete files, and applies the reports about them.
+    """Collects the transfers that write (store), read (fetch) and delete (drop) files, and applies the reports about
+    them.
 
-    A slot is held until its file is written. A slot that a file is read into is held until its requester releases it.
-    A file that cannot be written or read is forgotten.
+    The host slot of a stored block is held until its file is written. The slot that a file is read into is held until
+    the group that requested it releases it. A file that cannot be written or read is forgotten.
     """
 
     name, queue_full = "disk", "queue"  # names in statistics: of the tier, and of blocks that it could not take
@@ -150,7 +151,8 @@ class DiskTier:
         self._stores.append(FileMove(key, slot.number))
 
     def fetch(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Read files into slots, up to `max_pending` that are not released. Returns the keys that must wait."""
+        """Order the reading of files into host slots, while fewer than `max_pending` of these slots are held. Returns
+        the keys that must wait."""
         left: list[bytes] = []
         for key in keys:
             if key in self._fetching or key in self._host or key not in self.index or key in self._drops:

@@ -1,4 +1,5 @@
-"""Manages the host, disk and remote tiers behind the device's KV cache."""
+"""Manages the host, disk and remote tiers behind the device's KV cache. Blocks are saved from the device to host memory
+and loaded back, stored from host memory to files and fetched back, put to other engines and got from them."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from quire.config.tiers import TierConfig
 from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.keys import TOKEN_BYTES, chain_keys, next_key
 from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
-from quire.engine.kvcache.tiers.base import Asked, SideSlot, TierHit, TierQuery
+from quire.engine.kvcache.tiers.base import RemoteLookup, SideSlot, TierHit, TierQuery
 from quire.engine.kvcache.tiers.disk import DiskTier
 from quire.engine.kvcache.tiers.host import HostTier, Slot
 from quire.engine.kvcache.tiers.remote import RemoteTier, nodes_to
-from quire.engine.kvcache.tiers.side_keys import Needed, SideKeys
+from quire.engine.kvcache.tiers.side_keys import Continuation, SideKeys
 from quire.engine.kvcache.tiers.transfer_time import TransferTime
 from quire.types.stats import TierStats
 from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfers
@@ -24,11 +25,11 @@ _SAMPLE = 2  # blocks saved to measure how long a save takes
 
 
 class TierManager:
-    """Implements Tiers. A block's key depends on all tokens up to its end, so a block that was saved for one request
-    is found by every request with the same prefix.
+    """Implements Tiers. A block's key depends on all tokens up to its end, so a block that was saved for one request is
+    found by every request with the same prefix.
 
-    A slot that the plan under construction saves to or loads from is held until that plan is complete, so no plan uses
-    a slot for two blocks. A plan may store or load a slot that it also saves to.
+    A host slot that the plan under construction saves to or loads from is held until that plan is complete, so no plan
+    uses a slot for two blocks. A plan may store or load a slot that it also saves to.
     """
 
     def __init__(self, config: TierConfig, tree: PrefixTree, block_size: int) -> None:
@@ -82,7 +83,7 @@ class TierManager:
 
     def _needed(
         self, match: Match, query: TierQuery, has: Callable[[bytes], bool]
-    ) -> tuple[list[bytes], Needed | None]:
+    ) -> tuple[list[bytes], Continuation | None]:
         """Return the keys of the blocks that continue the device's match, up to where a sequence can continue with the
         blocks for which `has` is true, and the side blocks it needs there."""
         assert self._sides is not None
@@ -139,7 +140,7 @@ class TierManager:
         """How many blocks may be fetched for a prefix at once."""
         return self._disk.max_pending if self._remote is None else self._remote.max_pending
 
-    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None:
+    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> RemoteLookup | None:
         remote = self._remote
         if remote is None:
             return None
@@ -149,7 +150,7 @@ class TierManager:
             return None
         number = remote.ask(awaited, others + sent, _AWAITED_SECONDS if awaits else 0.0)
         num_blocks = query.limit // self._block_size - match.num_blocks if awaited else 1
-        return None if number is None else Asked(number, num_blocks)
+        return None if number is None else RemoteLookup(number, num_blocks)
 
     def _to_get(self, match: Match, query: TierQuery) -> tuple[list[bytes], list[bytes]]:
         """Return the keys to look up in other engines: those that continue the device's match and that no tier of this
@@ -176,8 +177,8 @@ class TierManager:
     def put_counts(self) -> tuple[int, int]:
         return (0, 0) if self._remote is None else self._remote.put_counts
 
-    def is_asking(self, asked: Asked) -> bool:
-        return self._remote is not None and self._remote.is_asking(asked.number)
+    def is_asking(self, lookup: RemoteLookup) -> bool:
+        return self._remote is not None and self._remote.is_asking(lookup.number)
 
     def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:
         num_full = num_tokens // self._block_size

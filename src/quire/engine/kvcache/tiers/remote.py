@@ -1,4 +1,4 @@
-"""The remote tier: KV blocks that a KV transport carries to and from other engines, under the same keys as files."""
+"""The remote tier: KV blocks that a KV transport puts to and gets from other engines, under the same keys as files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class RemoteTransfers(NamedTuple):
 
 
 class RemoteTier(DiskTier):
-    """Collects the transfers that put, get and look up blocks of other engines, and applies the reports about them.
+    """Collects the transfers that put blocks to other engines, get blocks from them and look up which they have, and
+    applies the reports about them. A DiskTier with the transport in place of files.
 
-    Unlike the disk tier, it learns from lookups which blocks exist, and deletes none. `index` holds the keys it has
-    learnt. A block that turns out to be gone, damaged or late is forgotten and computed instead.
+    Unlike the disk tier, it learns from lookups which blocks exist, and deletes none. `index` holds the keys that it
+    knows. A block that turns out to be gone, damaged or late is forgotten, and its tokens are computed instead.
     """
 
     name, queue_full = "remote", "transport_queue"

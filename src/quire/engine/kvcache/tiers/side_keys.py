@@ -1,4 +1,5 @@
-"""The side blocks of models with groups of layers in the tiers: their keys, and which of them a sequence needs."""
+"""The side blocks (window blocks and states) of models with groups of layers in the tiers: their keys, and which of
+them a sequence needs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from quire.engine.kvcache.keys import side_key
 
 
 class Side(NamedTuple):
-    """A side block of a sequence's block number `place`."""
+    """A side block: `name` says which ("window 0", "state 1"), and `place` is the index in the sequence of the block
+    that it belongs to."""
 
     place: int
     name: bytes
@@ -20,23 +22,24 @@ class Side(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
-    """After how many more blocks a sequence can continue, and the side blocks that it needs there."""
+class Continuation:
+    """Where a sequence can continue with blocks from the tiers: after `num_blocks` more blocks, given the side blocks
+    `sides`."""
 
     num_blocks: int
     sides: tuple[Side, ...]
 
 
 class SidesToAsk(NamedTuple):
-    """Keys of side blocks: those that a sequence needs to continue after the last of some blocks, and others with which
-    it could continue after an earlier one."""
+    """Keys of side blocks to look up: those needed to continue after the last of some blocks, and others, with which a
+    sequence could continue after an earlier block."""
 
     needed: list[bytes]
     others: list[bytes]
 
 
 class SideKeys:
-    """Computes the keys of the side blocks of blocks. A side block's key is derived from its block's key."""
+    """Computes the keys of side blocks. A side block's key is derived from its block's key and its name."""
 
     def __init__(self, pool: GroupedPool, block_size: int) -> None:
         self._pool, self._block_size, groups = pool, block_size, pool.groups
@@ -79,9 +82,9 @@ class SideKeys:
                 (ends.needed if is_last else ends.others).extend(side_key(key, name) for name in self._states)
         return ends
 
-    def needed(self, num_before: int, keys: Sequence[bytes], has: Callable[[bytes], bool]) -> Needed | None:
-        """Return after how many of the blocks `keys`, which follow `num_before` blocks, a sequence can continue: `has`
-        is true for all side blocks that it needs there. None: after none of them."""
+    def needed(self, num_before: int, keys: Sequence[bytes], has: Callable[[bytes], bool]) -> Continuation | None:
+        """Return after how many of the blocks `keys`, which follow `num_before` blocks, a sequence can continue, with
+        the side blocks that it needs there; `has` is true for all of these. None: after none of the blocks."""
         count = len(keys)
         while count > 0:
             sides = [Side(num_before + count - 1, name, side_key(keys[count - 1], name)) for name in self._states]
@@ -95,5 +98,5 @@ class SideKeys:
                     count = place  # a sequence that ends after this block needs it
                     break
             else:
-                return Needed(count, tuple(sides))
+                return Continuation(count, tuple(sides))
         return None

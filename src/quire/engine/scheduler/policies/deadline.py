@@ -1,5 +1,5 @@
-"""Earliest deadline first: the deadline of its first token orders a request in the queue, and a target time per token
-bounds steps."""
+"""Earliest deadline first: requests are admitted in the order of the deadlines of their first tokens, and a target time
+per token bounds the size of steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _AIM = 0.9  # of the target, because step times vary for steps of the same size
 class ByDeadline(Policy):
     """A first token is due `ttft` seconds after arrival, plus `ttft_per_token` seconds for each token of the prompt.
 
-    While any sequence decodes, a step computes no more tokens than are expected to take `tpot` seconds, by the
-    measured times of steps of each size. Bound: a request is overtaken only by requests that arrive before its
-    deadline.
+    While any sequence decodes, a step computes no more tokens than are expected to take `tpot` seconds, by the measured
+    times of steps of each size. Bound: no request waits for ever, because only requests that arrive before its deadline
+    can have an earlier deadline and overtake it.
     """
 
     def __init__(self, ttft: float, ttft_per_token: float, tpot: float) -> None:

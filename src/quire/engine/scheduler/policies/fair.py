@@ -19,6 +19,8 @@ _MANY_ENTRIES = 64  # entries of a heap, above which entries of former members a
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
+    """A tenant that has waiting or running groups, or whose counter is still needed."""
+
     waiting: GroupQueue
     slot: int  # its index in arrays over tenants
     counter: float = 0.0  # the service it got, in weighted tokens; raised when it comes back from idle

@@ -6,4 +6,4 @@ from quire.engine.scheduler.policies.base import Policy
 
 
 class FirstCome(Policy):
-    """The default policy. No group overtakes another."""
+    """The default policy. No ready group is overtaken; only deferred groups are."""

@@ -1,4 +1,5 @@
-"""Priority scheduling with ageing: requests with a smaller priority value go first, but none waits for ever."""
+"""Priority scheduling with ageing: the request with the smallest priority value is first, and waiting lowers the value,
+so that no request waits for ever."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from quire.engine.scheduler.policies.base import Key, Policy
 
 
 class ByPriority(Policy):
-    """Every `ageing` seconds of waiting lower the priority value of a request by one.
+    """Waiting for `ageing` seconds lowers the priority value of a request by one.
 
-    All requests age equally, so the order of two never changes. Bound: a request whose value is lower by d goes before
-    another only if it arrives within d x `ageing` seconds after it.
+    All requests age at the same rate, so the order of two requests never changes. Bound: a request whose value is lower
+    by d overtakes another one only if it arrives less than d x `ageing` seconds after it.
     """
 
     def __init__(self, ageing: float) -> None:

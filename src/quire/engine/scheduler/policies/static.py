@@ -1,4 +1,5 @@
-"""Static batching, the baseline without continuous batching: a batch ends before the next is admitted."""
+"""Static batching, the baseline without continuous batching: the next batch is admitted when all requests of the last
+one have ended."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from quire.engine.scheduler.policies.base import Policy, SchedulerView
 
 
 class StaticBatch(Policy):
-    """When no group runs, the first waiting groups become a batch: as many as fit if each row gets room for the longest
-    of them. Prompts are computed first, then all decode. Memory of a sequence that ends early stays unused.
-    """
+    """When no group runs, the first waiting groups become a batch: as many as fit if each reserves memory for the
+    longest of them. Decoding pauses until all prompts of the batch are computed. The memory of a sequence that ends
+    early stays unused until the batch ends."""
 
     def __init__(self) -> None:
         self._batch: dict[Group, None] = {}  # groups of the batch that are still to be admitted

@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs: from the newest tokens of the rows to the next tokens, without work on the host."""
+"""Decode steps as captured graphs: from the newest token of each row to its next token, without work on the host."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from quire.runtime.sampling.logprobs import Listing
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.sampling.triton_choice import TritonChoice
 from quire.runtime.worker.capture import Capture, Launch
-from quire.runtime.worker.decode_forward import DecodeForward, Kind
+from quire.runtime.worker.decode_forward import DecodeForward, DecodeKind
 from quire.runtime.worker.device_lists import NOTHING_LISTED, ListSpace
-from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.device_parts import DeviceParts
 from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import SampleStep, StepOutput, masked_samples
 from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
 
 
-class Sampling(Protocol):
-    """The methods of the sampler that graphs call."""
+class GraphSampler(Protocol):
+    """The methods of the sampler (runtime/sampling/sampler.py) that graphs call."""
 
     def only_chooses(self, rows: Ints) -> bool:
         """Whether the logits of all `rows` go to the token choice unchanged."""
@@ -38,6 +38,8 @@ class Sampling(Protocol):
 
 
 class _Graph(NamedTuple):
+    """A captured decode step."""
+
     launch: Launch
     listing: Listing | None  # memory for its top logprobs
     sample: Launch | None = None  # of a guided kind: the second graph, which samples under the masks
@@ -51,16 +53,17 @@ class _Logits:
 
 
 class DecodeGraphs:
-    """Runs decode steps by graphs. Owns the memory that graphs read and write.
+    """Implements runner.Graphs for steps that only decode: one captured graph for each kind of step that has occurred.
+    Owns the memory that the graphs read and write.
 
-    The next step overwrites the outputs of a step.
+    The outputs of a step are overwritten by the next step.
     """
 
     def __init__(
         self,
         model: Model,
-        state: DeviceState,
-        sampling: Sampling,
+        parts: DeviceParts,
+        sampling: GraphSampler,
         choice: TritonChoice,
         capture: Capture,
         vocabulary: Vocabulary | None = None,
@@ -69,11 +72,11 @@ class DecodeGraphs:
     ) -> None:
         self._has_programs = has_programs
         self._longest_row: int | None = None  # tokens for which one kernel runs all layers; None: no such kernel
-        self._model, self._rows, self._vocabulary = model, state.rows, vocabulary
-        self._caches = state.cache.layers
+        self._model, self._rows, self._vocabulary = model, parts.rows, vocabulary
+        self._caches = parts.cache.layers
         self._sampling, self._choice, self._capture = sampling, choice, capture
-        self._forward = DecodeForward(model, state)
-        most, device = self._forward.buckets[-1], state.rows.device
+        self._forward = DecodeForward(model, parts)
+        most, device = self._forward.buckets[-1], parts.rows.device
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._lists = ListSpace(most, choice.vocab_size, device)
         self._graphs = KindGraphs("decoding", self._forward.buckets, self._make)
@@ -82,18 +85,18 @@ class DecodeGraphs:
     def buckets(self) -> tuple[int, ...]:
         return self._forward.buckets
 
-    def rarer_kinds(self) -> Iterator[Kind]:
+    def rarer_kinds(self) -> Iterator[DecodeKind]:
         """Yield the kinds of steps other than plain decoding, per bucket or for the smallest one."""
         first = self.buckets[0]
         for bucket in self.buckets:
-            yield Kind(bucket, top_k_top_p=True)
-            yield Kind(bucket, cascade=True)
+            yield DecodeKind(bucket, top_k_top_p=True)
+            yield DecodeKind(bucket, cascade=True)
             if self._forward.has_adapters:
-                yield Kind(bucket, adapters=True)
-        yield from (Kind(first, listed=listed) for listed in (0, 8))
+                yield DecodeKind(bucket, adapters=True)
+        yield from (DecodeKind(first, listed=listed) for listed in (0, 8))
         if self._longest_row is not None and self._longest_row < self._rows.capacity:
-            yield Kind(first, long=True)
-        yield Kind(first, guided=True)  # one kernel applies masks in all buckets
+            yield DecodeKind(first, long=True)
+        yield DecodeKind(first, guided=True)  # one kernel applies masks in all buckets
 
     def trace_row(self) -> None:
         """Trace the program that runs a one-row step in one kernel, if there is one. Call this before anything is
@@ -101,14 +104,14 @@ class DecodeGraphs:
         if self._has_programs:
             self._longest_row = self._model.trace_row(self._caches)
 
-    def rehearse(self, kind: Kind) -> None:
+    def rehearse(self, kind: DecodeKind) -> None:
         """Launch each kernel of a graph at least once, over padding only."""
         self._forward.write(NO_ROWS, kind)
         self._choose(kind, self._logits(kind, layers=self._model.num_varied), self._listing(kind))
 
     def capture(self, bucket: int) -> None:
         """Capture plain decoding of `bucket` rows, if that has not been done."""
-        self._graphs.capture(Kind(bucket))
+        self._graphs.capture(DecodeKind(bucket))
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether a graph can run the step: it only decodes, nothing changes logits before the token choice, and the
@@ -152,7 +155,7 @@ class DecodeGraphs:
         report = NO_REPORT if graph.listing is None else self._sampling.report(graph.listing, rows)
         return StepOutput(plan, self._token_ids[: len(rows)], report, masked=masked_samples(masks))
 
-    def _kind(self, rows: Ints, *, guided: bool) -> Kind:
+    def _kind(self, rows: Ints, *, guided: bool) -> DecodeKind:
         listed = self._sampling.num_listed(rows, guided=guided)
         assert listed is not None
         kind = self._forward.kind(rows)
@@ -163,7 +166,7 @@ class DecodeGraphs:
     def _is_long(self, rows: Ints) -> bool:
         return self._longest_row is not None and len(rows) == 1 and self._rows.lengths[rows[0]] > self._longest_row
 
-    def _make(self, kind: Kind) -> _Graph:
+    def _make(self, kind: DecodeKind) -> _Graph:
         """Capture over padding only, which changes no row."""
         listing = self._listing(kind)
         self._forward.write(NO_ROWS, kind)
@@ -172,7 +175,7 @@ class DecodeGraphs:
         whole, few = (lambda: self._choose(kind, self._logits(kind), listing)), partial(self.rehearse, kind)
         return _Graph(self._capture.record(whole, few), listing)
 
-    def _make_guided(self, kind: Kind, listing: Listing | None) -> _Graph:
+    def _make_guided(self, kind: DecodeKind, listing: Listing | None) -> _Graph:
         """Capture two graphs. The logits between them keep their memory while both are captured. Afterwards that memory
         belongs to the graphs' shared pool again; no other graph runs between the two, so the logits are not overwritten
         before they are read."""
@@ -190,14 +193,14 @@ class DecodeGraphs:
         logits.tensor = None
         return graph
 
-    def _logits(self, kind: Kind, *, layers: int | None = None) -> Tensor:  # [own rows of the bucket, vocab]
+    def _logits(self, kind: DecodeKind, *, layers: int | None = None) -> Tensor:  # [own rows of the bucket, vocab]
         """Run the first part of a graph, up to the logits. With `layers`, only that many layers run: they launch the
         same kernels fewer times."""
         hidden = self._forward.hidden(kind, layers)
         logits = self._model.logits(hidden.states, hidden.adapted)
         return logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
 
-    def _choose(self, kind: Kind, logits: Tensor, listing: Listing | None) -> None:
+    def _choose(self, kind: DecodeKind, logits: Tensor, listing: Listing | None) -> None:
         """Run the second part of a graph: apply masks, choose a token for each row from the logits, and append it."""
         entries, token_ids, raw = self._forward.entries[: kind.bucket], self._token_ids[: kind.bucket], logits
         if self._vocabulary is not None:
@@ -214,12 +217,12 @@ class DecodeGraphs:
             self._lists.fill(listing, raw)
         self._rows.append_on_device(entries, token_ids)
 
-    def _choose_own(self, kind: Kind, logits: Tensor, chosen: Tensor, own: slice) -> None:
+    def _choose_own(self, kind: DecodeKind, logits: Tensor, chosen: Tensor, own: slice) -> None:
         """Choose the tokens of the rows that this rank samples."""
         entries, lengths = self._forward.entries[own], self._forward.lengths[own]
         if kind.guided:
             self._choice.masks.apply(logits, entries)
         self._choice.choose_into(chosen, logits, entries, lengths, self._rows.history, top_k_top_p=kind.top_k_top_p)
 
-    def _listing(self, kind: Kind) -> Listing | None:
+    def _listing(self, kind: DecodeKind) -> Listing | None:
         return None if kind.listed == NOTHING_LISTED else self._lists.make(self._token_ids[: kind.bucket], kind.listed)

@@ -4,55 +4,55 @@ import random
 
 import pytest
 
-from quire.engine.kvcache.reserve import ReservedTable, RunAllocator, RunPool, reserved_tokens
+from quire.engine.kvcache.contiguous import ExtentAllocator, ExtentPool, ReservedTable, reserved_tokens
 from quire.types.errors import OutOfBlocks
 
 
 def test_the_first_run_that_is_long_enough_is_taken() -> None:
-    pool = RunPool(16)
-    runs = [pool.take_run(length) for length in (4, 2, 6)]
+    pool = ExtentPool(16)
+    runs = [pool.take_extent(length) for length in (4, 2, 6)]
     assert runs == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11]]
-    pool.release_run(runs[0])
-    pool.release_run(runs[2])
-    assert pool.take_run(5) == [6, 7, 8, 9, 10]
-    assert pool.take_run(3) == [0, 1, 2]
+    pool.release_extent(runs[0])
+    pool.release_extent(runs[2])
+    assert pool.take_extent(5) == [6, 7, 8, 9, 10]
+    assert pool.take_extent(3) == [0, 1, 2]
     pool.check()
 
 
 def test_free_blocks_that_do_not_touch_are_of_no_use_together() -> None:
-    pool = RunPool(8)
-    runs = [pool.take_run(2) for _ in range(4)]
-    pool.release_run(runs[0])
-    pool.release_run(runs[2])
-    assert (pool.num_free, pool.longest_run) == (4, 2)
+    pool = ExtentPool(8)
+    runs = [pool.take_extent(2) for _ in range(4)]
+    pool.release_extent(runs[0])
+    pool.release_extent(runs[2])
+    assert (pool.num_free, pool.longest_extent) == (4, 2)
     with pytest.raises(OutOfBlocks, match="3 blocks in a row needed, 2 are the most"):
-        pool.take_run(3)
-    pool.release_run(runs[1])
-    assert pool.take_run(6) == [0, 1, 2, 3, 4, 5]
+        pool.take_extent(3)
+    pool.release_extent(runs[1])
+    assert pool.take_extent(6) == [0, 1, 2, 3, 4, 5]
 
 
 def test_runs_never_overlap_and_all_come_back() -> None:
-    rng, pool = random.Random(1), RunPool(64)
+    rng, pool = random.Random(1), ExtentPool(64)
     held: list[list[int]] = []
     for _ in range(2_000):
         if held and rng.random() < 0.5:
-            pool.release_run(held.pop(rng.randrange(len(held))))
+            pool.release_extent(held.pop(rng.randrange(len(held))))
         else:
             try:
-                held.append(pool.take_run(rng.randint(1, 12)))
+                held.append(pool.take_extent(rng.randint(1, 12)))
             except OutOfBlocks:
                 continue
         blocks = [block for run in held for block in run]
         assert len(set(blocks)) == len(blocks) == pool.num_used
         pool.check()
     for run in held:
-        pool.release_run(run)
-    assert pool.longest_run == pool.num_free == 64
+        pool.release_extent(run)
+    assert pool.longest_extent == pool.num_free == 64
 
 
 def test_a_reserved_table_keeps_its_run_whatever_is_written_to_it() -> None:
-    pool = RunPool(8)
-    table = ReservedTable(RunAllocator(pool, frees_together=False), block_size=4)
+    pool = ExtentPool(8)
+    table = ReservedTable(ExtentAllocator(pool, frees_together=False), block_size=4)
     table.reserve(14)
     assert table.append(5) == []
     table.truncate(2)
@@ -64,8 +64,8 @@ def test_a_reserved_table_keeps_its_run_whatever_is_written_to_it() -> None:
 
 
 def test_a_batchs_memory_comes_back_as_one() -> None:
-    pool = RunPool(8)
-    allocator = RunAllocator(pool, frees_together=True)
+    pool = ExtentPool(8)
+    allocator = ExtentAllocator(pool, frees_together=True)
     tables = [ReservedTable(allocator, block_size=4) for _ in range(2)]
     for table in tables:
         table.reserve(8)

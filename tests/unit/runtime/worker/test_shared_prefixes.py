@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from quire.kernels.triton.attention_cascade import SharedPrefix
 from quire.runtime.worker.device_rows import DeviceRows
-from quire.runtime.worker.shared_runs import LEAST_TOKENS, SharedRuns, find_groups
+from quire.runtime.worker.shared_prefixes import LEAST_TOKENS, SharedPrefixes, find_groups
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Ints, NewRow
 from tiny_models import DEVICE
@@ -128,7 +128,7 @@ def place(rows: DeviceRows, row: int, blocks: tuple[int, ...]) -> None:
 
 def test_attention_gets_groups_only_when_they_change() -> None:
     rows, told = DeviceRows(4, 160, 4, torch.device(DEVICE)), Told()
-    runs = SharedRuns(rows, told)  # type: ignore[arg-type]
+    runs = SharedPrefixes(rows, told)  # type: ignore[arg-type]
     prefix = tuple(range(1, 21))
     for row in range(3):
         place(rows, row, (*prefix, 30 + row))

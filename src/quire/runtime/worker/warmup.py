@@ -1,4 +1,4 @@
-"""Preparation that a worker has not done before its first request."""
+"""Warm-up that a worker had no time for before its first request."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import NamedTuple
 Task = Callable[[], None]
 
 
-class Rest(NamedTuple):
-    """Preparation that there was no time for. It may be done between steps, task by task, or not at all."""
+class WarmupLeft(NamedTuple):
+    """Captures and compilations that `Worker.prepare` had no time for. They may be done between steps, one task at a
+    time, or not at all."""
 
     captures: Sequence[Task] = ()
     compilations: Sequence[Task] = ()  # of rarer kernels; each task starts them in the background
 
 
-NOTHING_LEFT = Rest()
+NOTHING_LEFT = WarmupLeft()

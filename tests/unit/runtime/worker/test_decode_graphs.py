@@ -16,8 +16,8 @@ from quire.runtime.layers.row_programs import RowKernel
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.worker import kind_graphs
 from quire.runtime.worker.capture import Launch
-from quire.runtime.worker.decode_forward import Kind
-from quire.runtime.worker.graphs import DecodeGraphs
+from quire.runtime.worker.decode_forward import DecodeKind
+from quire.runtime.worker.decode_graphs import DecodeGraphs
 from quire.runtime.worker.parts import NoGraphs
 from quire.types.step import Chunk
 from row_bench import ReferenceKernel
@@ -100,7 +100,7 @@ def test_the_graph_of_a_single_row_runs_its_program() -> None:
     graphs, _ = graphs_of(triton)
     graphs.trace_row()
     (program,) = kernel.made  # before any graph is captured
-    graphs.rehearse(Kind(1))
+    graphs.rehearse(DecodeKind(1))
     for made in (plain, triton):
         start(made, [0, 1])
         made.run(decode=[0])
@@ -151,7 +151,7 @@ def test_the_same_rows_in_a_larger_bucket_leave_no_row_of_an_earlier_step_in_it(
         graphs.capture(1)
     for made in (plain, triton):
         made.run(decode=[1])
-    del graphs._graphs[Kind(1)]
+    del graphs._graphs[DecodeKind(1)]
     for made in (plain, triton):
         made.run(decode=[1])  # by the graph of four rows
     assert triton.tokens == plain.tokens
@@ -168,7 +168,7 @@ def test_capturing_changes_no_row_and_no_block() -> None:
     rows, memory = made.worker.rows, made.worker.cache.blocks
     before = [each.clone() for each in (rows.tokens, rows.history.lengths, memory)]
     with torch.inference_mode():
-        for kind in (Kind(1), Kind(4, top_k_top_p=True), Kind(2, listed=8)):
+        for kind in (DecodeKind(1), DecodeKind(4, top_k_top_p=True), DecodeKind(2, listed=8)):
             graphs._graphs.capture(kind)
     for was, each in zip(before, (rows.tokens, rows.history.lengths, memory), strict=True):
         assert torch.equal(was, each)

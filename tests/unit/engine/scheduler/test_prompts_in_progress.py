@@ -14,7 +14,7 @@ from plain_groups import add_sequence, make_group
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.scheduler.publishing import UnpublishedPrefixes
+from quire.engine.scheduler.publishing import PromptsInProgress
 from quire.types.output import Finished
 from quire.types.request import Abort, Submit
 from quire.types.sampling import SamplingParams
@@ -54,7 +54,7 @@ class Play:
 
     def __init__(self, seed: int, size: int) -> None:
         self.rng, self.size = random.Random(seed), size
-        self.cache, self.index = CachedTables(400, size), UnpublishedPrefixes(size)
+        self.cache, self.index = CachedTables(400, size), PromptsInProgress(size)
         self.computing: list[Computing] = []
         self.claims: dict[tuple[str, tuple[int, ...]], Computing] = {}  # whose next block leads to these tokens
         self.waiting: list[Waiting] = []
@@ -192,7 +192,7 @@ def test_groups_wait_for_whom_a_search_finds_and_are_woken_when_what_they_share_
 
 
 def test_of_two_prompts_that_compute_the_same_block_the_first_is_found_until_it_goes_on() -> None:
-    cache, index = CachedTables(16, 2), UnpublishedPrefixes(2)
+    cache, index = CachedTables(16, 2), PromptsInProgress(2)
     one, two = (add_sequence(make_group([1, 2, 3, 4], number), cache.begin([1, 2, 3, 4])) for number in range(2))
     for row, sequence in enumerate((one, two)):
         sequence.row = row

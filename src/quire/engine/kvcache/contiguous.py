@@ -1,4 +1,5 @@
-"""Contiguous allocation for the baseline policies (static, orca-*): a sequence reserves a run of adjacent blocks."""
+"""Contiguous allocation for the baseline policies (static, orca-*): a sequence reserves an extent, a range of adjacent
+blocks."""
 
 from __future__ import annotations
 
@@ -22,66 +23,67 @@ def reserved_tokens(policy: str, num_prompt: int, limit: int, max_model_len: int
     return limit if policy in ("orca-oracle", "static") else 0
 
 
-class RunPool(BlockPool):
-    """A block pool that hands out runs of adjacent blocks, first fit. Blocks are never shared."""
+class ExtentPool(BlockPool):
+    """A block pool that hands out extents of adjacent blocks, first fit. Blocks are never shared."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._free = []
-        self._runs = [(0, num_blocks)]  # free runs as (first block, length), in order, never adjacent
+        self._extents = [(0, num_blocks)]  # free extents as (first block, length), in order, never adjacent
 
     @property
-    def longest_run(self) -> int:
-        """The length of the longest free run."""
-        return max((length for _, length in self._runs), default=0)
+    def longest_extent(self) -> int:
+        """The length of the longest free extent."""
+        return max((length for _, length in self._extents), default=0)
 
-    def take_run(self, num_blocks: int) -> list[int]:
-        """Take the first free run that is long enough. Raises OutOfBlocks if there is none."""
-        for place, (start, length) in enumerate(self._runs):
+    def take_extent(self, num_blocks: int) -> list[int]:
+        """Take `num_blocks` blocks from the first free extent that is long enough. Raises OutOfBlocks if there is
+        none."""
+        for place, (start, length) in enumerate(self._extents):
             if length >= num_blocks:
-                self._runs[place : place + 1] = (
+                self._extents[place : place + 1] = (
                     [(start + num_blocks, length - num_blocks)] if length > num_blocks else []
                 )
                 self._holders[start : start + num_blocks] = [1] * num_blocks
                 self.num_free -= num_blocks
                 return list(range(start, start + num_blocks))
-        raise OutOfBlocks(f"kv cache: {num_blocks} blocks in a row needed, {self.longest_run} are the most")
+        raise OutOfBlocks(f"kv cache: {num_blocks} blocks in a row needed, {self.longest_extent} are the most")
 
-    def release_run(self, blocks: list[int]) -> None:
-        """Free a run and merge it with adjacent free runs."""
+    def release_extent(self, blocks: list[int]) -> None:
+        """Free an extent and merge it with adjacent free extents."""
         assert all(self._holders[block] == 1 for block in blocks)
         self._holders[blocks[0] : blocks[-1] + 1] = [0] * len(blocks)
         self.num_free += len(blocks)
-        insort(self._runs, (blocks[0], len(blocks)))
+        insort(self._extents, (blocks[0], len(blocks)))
         joined: list[tuple[int, int]] = []
-        for start, length in self._runs:
+        for start, length in self._extents:
             if joined and sum(joined[-1]) == start:
                 joined[-1] = (joined[-1][0], joined[-1][1] + length)
             else:
                 joined.append((start, length))
-        self._runs = joined
+        self._extents = joined
 
     def check(self, num_cached: int = 0) -> None:
         assert num_cached == 0
-        free = [block for start, length in self._runs for block in range(start, start + length)]
+        free = [block for start, length in self._extents for block in range(start, start + length)]
         assert free == [block for block, count in enumerate(self._holders) if count == 0]
-        assert all(length > 0 for _, length in self._runs)
-        assert all(sum(one) < other[0] for one, other in zip(self._runs, self._runs[1:], strict=False))
+        assert all(length > 0 for _, length in self._extents)
+        assert all(sum(one) < other[0] for one, other in zip(self._extents, self._extents[1:], strict=False))
         assert self.num_free == len(free)
         assert max(self._holders, default=0) <= 1
 
 
 class ReservedTable(BlockTable):
-    """A block table that holds one run from `reserve` until `free`, whether its blocks are used or not."""
+    """A block table that holds one extent from `reserve` until `free`, whether its blocks are used or not."""
 
     __slots__ = ("_allocator",)
 
-    def __init__(self, allocator: RunAllocator, block_size: int) -> None:
+    def __init__(self, allocator: ExtentAllocator, block_size: int) -> None:
         super().__init__(allocator.pool, block_size)
         self._allocator = allocator
 
     def reserve(self, num_tokens: int) -> None:
-        """Take a run for this many tokens. Raises OutOfBlocks if no free run is long enough."""
+        """Take an extent for this many tokens. Raises OutOfBlocks if no free extent is long enough."""
         assert not self.blocks
         self.blocks = self._allocator.take(-(-num_tokens // self._block_size))
 
@@ -104,30 +106,30 @@ class ReservedTable(BlockTable):
         assert all(self._pool.holders(block) == 1 for block in self.blocks)
 
 
-class RunAllocator:
-    """Gives runs of blocks to tables. With `frees_together`, a run that a table releases is freed only when all tables
-    have released theirs: a static batch frees its memory as a whole."""
+class ExtentAllocator:
+    """Gives extents of an ExtentPool to tables. With `frees_together`, an extent that a table releases is freed only
+    when all tables have released theirs, because a static batch frees its memory as a whole."""
 
-    def __init__(self, pool: RunPool, *, frees_together: bool) -> None:
+    def __init__(self, pool: ExtentPool, *, frees_together: bool) -> None:
         self.pool = pool
         self._frees_together = frees_together
-        self._num_live = 0  # runs that a table holds
-        self._released: list[list[int]] = []  # runs that are not free yet
+        self._num_live = 0  # extents that a table holds
+        self._released: list[list[int]] = []  # extents that are not free yet
 
     @property
     def released(self) -> list[int]:
         """Blocks that no table holds and that are not free yet."""
-        return [block for run in self._released for block in run]
+        return [block for extent in self._released for block in extent]
 
     def take(self, num_blocks: int) -> list[int]:
-        run = self.pool.take_run(num_blocks)
+        extent = self.pool.take_extent(num_blocks)
         self._num_live += 1
-        return run
+        return extent
 
-    def release(self, run: list[int]) -> None:
+    def release(self, extent: list[int]) -> None:
         self._num_live -= 1
-        self._released.append(run)
+        self._released.append(extent)
         if not self._frees_together or not self._num_live:
             for each in self._released:
-                self.pool.release_run(each)
+                self.pool.release_extent(each)
             self._released = []

@@ -22,13 +22,13 @@ LEAST_TOKENS = 64  # of a prefix. A shorter one saves less than its partial resu
 _NOTHING = -1  # marks entries behind a row's full blocks
 
 
-class SharedRuns:
-    """Passes the groups of rows that share a prefix to the attention backend before each step. All users of a backend
-    share one object."""
+class SharedPrefixes:
+    """Finds groups of rows that share a prefix and passes them to the attention backend before each step, for cascade
+    attention. All users of a backend share one object."""
 
     def __init__(self, rows: DeviceRows, attention: TritonAttention) -> None:
         self._rows, self._attention = rows, attention
-        self._seen, self._num_placed = NO_ROWS, 0
+        self._seen, self._tables_version = NO_ROWS, 0
         self._any = False
 
     def update_groups(self, rows: Ints) -> bool:
@@ -39,8 +39,8 @@ class SharedRuns:
         enqueues, and costs almost nothing while the rows stay the same.
         """
         same = rows is self._seen or np.array_equal(rows, self._seen)
-        if not same or self._num_placed != self._rows.num_placed:
-            self._seen, self._num_placed = rows, self._rows.num_placed
+        if not same or self._tables_version != self._rows.tables_version:
+            self._seen, self._tables_version = rows, self._rows.tables_version
             groups = find_groups(
                 self._rows.host_tables,
                 rows,
