@@ -114,7 +114,7 @@ class NativeTree:
 
 @cache
 def open_library() -> ctypes.PyDLL:
-    """Open the compiled code. Raises Unavailable if it was not built, or from other sources than those here."""
+    """Open the compiled code. Raises Unavailable if it was not built, or if its sources differ or cannot be read."""
     file = _HERE / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not file.is_file():
         raise Unavailable("the router's compiled code was not built; install a C++ compiler and reinstall Quire")
@@ -124,7 +124,12 @@ def open_library() -> ctypes.PyDLL:
         raise Unavailable(f"the router's compiled code does not load: {error}") from None
     if hasattr(library, "quire_router_source"):
         library.quire_router_source.restype = c_char_p
-        if library.quire_router_source().decode() == digest_of_sources(_HERE):
+        try:
+            digest = digest_of_sources(_HERE)
+        except OSError as error:
+            reason = f"the sources of the router's compiled code cannot be read: {error}; reinstall Quire"
+            raise Unavailable(reason) from None
+        if library.quire_router_source().decode() == digest:
             for name, arguments in _ARGUMENTS.items():
                 function = getattr(library, name)
                 function.argtypes, function.restype = arguments, None if name in _NOTHING else c_int64
