@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from quire.config.keys import KeySources
-from quire.config.router import ReplicaAddress, WaitConfig
+from quire.config.router import BalanceConfig, ReplicaAddress, WaitConfig
 from quire.config.server import ListenConfig, ServerConfig
 from quire.serving.http.errors import ApiError
 from quire.serving.process.child_process import ChildProcess
@@ -224,10 +224,12 @@ def build_app(args: dict[str, Any]) -> Any:
     from ray.serve.config import RequestRouterConfig
 
     if unknown := args.keys() - ARGUMENTS.keys():
-        raise ConfigError(min(unknown), "is no argument of the application", f"known: {', '.join(ARGUMENTS)}")
+        raise ConfigError(min(unknown), "is not an argument of the application", f"known: {', '.join(ARGUMENTS)}")
     given: dict[str, Any] = ARGUMENTS | args
     flags = [*([str(given["model"])] if given["model"] else []), *shlex.split(given["flags"])]
-    serve_config(flags)  # raises for what cannot be, before anything is started
+    serve_config(flags)  # raises ConfigError for invalid flags, before anything is started
+    cache_tokens = None if given["cache_tokens"] is None else int(given["cache_tokens"])
+    BalanceConfig(cache_tokens=cache_tokens)  # raises ConfigError for an invalid size
     engine = serve.deployment(
         name="Engine",
         ray_actor_options={"num_gpus": float(given["num_gpus"]), "num_cpus": float(given["num_cpus"])},
@@ -242,7 +244,7 @@ def build_app(args: dict[str, Any]) -> Any:
         health_check_timeout_s=HEALTH_SECONDS * 2,
         request_router_config=RequestRouterConfig(
             request_router_class="quire.serving.router.ray_router.CacheAwareRouter",
-            request_router_kwargs={"cache_tokens": given["cache_tokens"] and int(given["cache_tokens"])},
+            request_router_kwargs={"cache_tokens": cache_tokens},
         ),
     )(Engine)
     ingress = serve.deployment(name="Ingress", max_ongoing_requests=4_096, max_queued_requests=4_096,
