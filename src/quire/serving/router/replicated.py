@@ -121,7 +121,7 @@ class ReplicatedServer:
                 if not is_announced:
                     is_announced = self._announce(router, keeper, listeners, key_file)
                 await asyncio.sleep(0.05)
-            logger.info("stopping (%s): what runs has %g s to finish", signals[0].name, self._config.drain_seconds)
+            logger.info("stopping (%s): requests in flight have %g s to finish", signals[0].name, self._config.drain_seconds)
             closing = asyncio.ensure_future(stack.aclose())
             while not closing.done() and len(signals) < 2:
                 await asyncio.wait((closing,), timeout=0.05)
