@@ -12,6 +12,7 @@ from quire.types.errors import ConfigError
 DEFAULT_CACHE_TOKENS = 500_000
 DEFAULT_ROUTER_PORT = 8080
 MAX_REPLICAS = 1_024
+MAX_CACHE_TOKENS = 2**53  # no cache holds as many
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -61,7 +62,7 @@ def read_replica(text: str, name: str | None = None, setting: str = "replica") -
         port = -1
     bad = parts.scheme not in ("http", "https") or not parts.hostname or port == -1
     if bad or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(setting, f"{text!r} is no address of a server", "write it like http://127.0.0.1:8001")
+        raise ConfigError(setting, f"{text!r} is not the address of a server", "write it like http://127.0.0.1:8001")
     is_tls = parts.scheme == "https"
     found = port or (443 if is_tls else 80)
     base = parts.path.rstrip("/").removesuffix("/v1")
@@ -72,7 +73,7 @@ def read_replica(text: str, name: str | None = None, setting: str = "replica") -
 
 def _checked(setting: str, name: str) -> str:
     if not _NAME.fullmatch(name):
-        reason = f"{name[:80]!r} is no name: 1 to 64 letters, digits, dots, dashes and underscores"
+        reason = f"{name[:80]!r} is not a valid name: it needs 1 to 64 letters, digits, dots, dashes and underscores"
         raise ConfigError(setting, reason, "write NAME=http://HOST:PORT")
     return name
 
@@ -86,6 +87,10 @@ class BalanceConfig:
     least_gain: float = 0.1  # a replica is preferred if it caches at least this share of the prompt more than others
     cache_tokens: int | None = None  # tokens that a replica's cache holds; None: what the replica reports
     bytes_per_token: float = 4.0  # bytes of prompt text per token, for estimates
+
+    def __post_init__(self) -> None:
+        if self.cache_tokens is not None and not 1 <= self.cache_tokens <= MAX_CACHE_TOKENS:
+            raise ConfigError("cache_tokens", f"must be in [1, {MAX_CACHE_TOKENS}]", "leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

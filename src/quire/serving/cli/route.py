@@ -248,8 +248,6 @@ def _check(args: argparse.Namespace, *, has_keys: bool, has_admin: bool) -> None
         raise ConfigError("load_factor", f"must be 1 or more, got {args.load_factor:g}", "1.25 is usual")
     if not 0 < args.load_slack < math.inf:
         raise ConfigError("load_slack", f"must be above 0, got {args.load_slack:g}", "4 is usual")
-    if args.cache_tokens is not None and args.cache_tokens < 1:
-        raise ConfigError("cache_tokens", f"must be 1 or more, got {args.cache_tokens}", "leave it out")
     if args.replicas_check_keys and has_keys:
         reason = "cannot be given together with API keys of the router (--api-key, --api-key-file, QUIRE_API_KEY)"
         raise ConfigError("replicas_check_keys", reason, "choose one")

@@ -1,4 +1,4 @@
-"""Who may ask the router for what: by key, and without keys by host and origin."""
+"""Access checks of the router: by API key or admin key, and without keys by the headers Host and Origin."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from quire.serving.router.client_connection import Request
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _MAX_KNOWN_HOSTS = 64
 _LIVENESS = frozenset({"/health", "/ready", "/ping"})
-Need = Literal["", "api", "any", "admin"]  # the key that a request needs: none, an API key, any key, an admin key
+Need = Literal["", "api", "any", "admin"]  # the required key: none, an API key, an API or admin key, an admin key
 
 
 class Access:
-    """Checks requests before they are answered or sent on. `check` notes in a request who its owner is.
+    """Checks requests before they are answered or forwarded. `check` stores the digest of the API key in
+    `Request.owner`.
 
-    Where the replicas check keys, the router passes on what clients send. Its own pages then need an admin key of the
-    router, unless only programs of this machine reach it.
+    If the replicas check keys, the router forwards the clients' keys. Its own pages then need an admin key of the
+    router, unless only this machine can reach it.
     """
 
     def __init__(self, config: RouterConfig, keys: KeyRing) -> None:
         self._config, self._keys = config, keys
         self._hosts = None if config.listen.uds is not None else loopback_hosts(config.host)
-        self._known_hosts: set[bytes] = set()  # Host headers that name one of them
+        self._known_hosts: set[bytes] = set()  # Host headers that passed the check
         self._is_local = config.listen.uds is not None or self._hosts is not None
         self._origins = frozenset(origin.lower() for origin in config.access.cors_origins)
-        # replicas on sockets are the router's own, and check no Host
+        # replicas on UNIX sockets do not check Host, so the router does
         self._checks_host = config.checks_keys or any(replica.socket for replica in config.replicas)
 
     @property
     def hides_pages(self) -> bool:
-        """Whether the router's own pages are not for everybody, and the router knows no API keys."""
+        """Whether the router's own pages need a key that the router cannot check: only the replicas know the API keys,
+        and other machines can reach the router."""
         return not self._config.checks_keys and not self._keys.asks_for_key and not self._is_local
 
     def check(self, request: Request, *, is_page: bool) -> None:
-        """Raise ApiError unless a request may be answered. `is_page`: by the router itself."""
+        """Raise ApiError if a request is not allowed. `is_page`: the router answers it itself."""
         if (is_page or self._checks_host) and self._hosts is not None and not self._keys.asks_for_key:
             self._check_host(request, self._hosts)
         need = self._needed(request.path.rstrip("/"), is_page=is_page)
@@ -57,7 +59,7 @@ class Access:
     def _needed(self, path: str, *, is_page: bool) -> Need:
         if is_page and path.startswith("/router/replicas"):
             return "admin"
-        if is_for_admins(path):  # of replicas, which check the key too
+        if is_for_admins(path):  # of the replicas, which check the admin key as well
             asks = self._keys.asks_for_key or self._config.replica_key is not None
             return "admin" if self._config.checks_keys and asks else ""
         if not is_page:
@@ -67,8 +69,8 @@ class Access:
         return "admin" if path.startswith("/router") and self.hides_pages else "any"
 
     def _check_host(self, request: Request, hosts: frozenset[str]) -> None:
-        """The same rules as a server's: only requests for the loopback, and none that change something from a page of
-        another site."""
+        """Apply the rules of `quire serve` without keys: refuse requests whose Host is not a loopback name, and
+        requests that change state and come from another site's page."""
         host = request.headers.get(b"host", b"")
         if host not in self._known_hosts:
             if not is_one_of(hosts, host):

@@ -18,7 +18,7 @@ _WEIGHT_BYTES = 8
 
 @dataclass(slots=True)
 class Choice:
-    """A replica, why it was chosen, and how many leading bytes of the prompt it is expected to have cached."""
+    """The chosen replica, the reason, and how many leading bytes of the prompt its cache is expected to hold."""
 
     replica: Replica
     reason: Reason
@@ -26,10 +26,10 @@ class Choice:
 
 
 class Chooser:
-    """Decides by expected cache hits where there are some, else by session, else by load.
+    """Chooses by the longest expected cache hit, else by session, else by load.
 
-    A replica whose load is above `load_factor` times the mean plus `load_slack` is overloaded: then the session or the
-    load decides. By load: of two random replicas the one with less (power of two choices).
+    A replica whose load reaches `load_factor` times the mean plus `load_slack` is overloaded and is not chosen while
+    another one is below that bound. By load: the less loaded of two random replicas (power of two choices).
     """
 
     def __init__(self, config: BalanceConfig, rng: random.Random | None = None) -> None:
@@ -37,7 +37,7 @@ class Chooser:
         self._rng = rng or random.Random()
 
     def choose(self, candidates: Sequence[Replica], prompt: Prompt) -> Choice:
-        """Choose one of `candidates`, which are not empty, and note the prompt in its tree."""
+        """Choose one of `candidates` (at least one) and insert the prompt's chunks into its prefix tree."""
         keys = prompt.keys
         if len(candidates) == 1:
             return Choice(candidates[0], _reason(prompt), CHUNK_ENDS[candidates[0].tree.insert(keys)])
@@ -47,8 +47,9 @@ class Chooser:
         return Choice(candidates[place], reason, CHUNK_ENDS[matches[place]])
 
     def _choose(self, candidates: Sequence[Replica], prompt: Prompt, matches: Sequence[int]) -> tuple[int, Reason]:
-        """The place of a replica, and why it is chosen. `matches`: the chunks that each has. One whose load is within
-        the bound is chosen, or else the least loaded."""
+        """Return the index of the chosen candidate and the reason. `matches[i]`: leading chunks of the prompt that
+        candidate i holds. Only candidates below the load bound are considered; if there is none, the least loaded
+        one."""
         loads = [replica.load for replica in candidates]
         bound = self._config.load_factor * sum(loads) / len(loads) + self._config.load_slack
         places: Sequence[int] = range(len(loads))
@@ -68,18 +69,19 @@ class Chooser:
         return first if loads[first] <= loads[second] else second, reason
 
     def _two_of(self, places: Sequence[int]) -> tuple[int, int]:
-        """Two random ones of at least two; `random.sample` takes three times as long."""
+        """Return two different random items of at least two. `random.sample` takes three times as long."""
         count, random_part = len(places), self._rng.random
         first, second = int(random_part() * count), int(random_part() * (count - 1))
         return places[first], places[second + (second >= first)]
 
 
 def _reason(prompt: Prompt) -> Reason:
-    """Why a replica is chosen that has no longer match than others."""
+    """The reason for a choice that was not made by the longest match."""
     return "session" if prompt.session else "load"
 
 
 def rendezvous_weight(session: str, name: str) -> bytes:
-    """The weight of a replica for a session. The heaviest gets it; when that one goes, no other session moves."""
+    """Return the rendezvous-hashing weight of a replica for a session. The replica with the highest weight gets the
+    session, so removing a replica moves only that replica's sessions."""
     text = f"{session}\0{name}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=_WEIGHT_BYTES).digest()

@@ -1,4 +1,4 @@
-"""The connection of a client: reads whole requests within bounds of size and time, writes responses as they come."""
+"""The connection of a client: reads whole requests within limits of size and time, and writes responses in pieces."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
     b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"http2-settings",
 })  # fmt: skip
-MAX_WAITING_BYTES = 256 * 2**10  # of a response that the client has not read; then the replica is not read either
+MAX_WAITING_BYTES = 256 * 2**10  # of unread response; beyond it, reading from the replica pauses
 _REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
 
 @dataclass(slots=True)
 class Request:
-    """A whole request. `headers` has lower-case names, the last of equal ones; `pairs` has all in order."""
+    """A whole request. `pairs` has all headers in order with lower-case names; `headers` has the last value of each."""
 
     method: str
-    target: bytes  # path and query as they were sent
+    target: bytes  # path and query as sent by the client
     path: str
     pairs: list[tuple[bytes, bytes]]
     headers: dict[bytes, bytes]
     body: bytes
-    head: Head  # with what is kept of it
-    owner: str = ""  # the digest of the API key that the router checked; "": it asks for none
+    head: Head  # the parsed head, maybe shared with other requests
+    owner: str = ""  # digest of the API key that the router checked; "": no key was checked
 
 
 class ConnectionState:
-    """What all client connections of the router share."""
+    """State shared by all client connections of the router."""
 
     def __init__(self, limits: Limits, handle: Callable[[Request, ClientConnection], bool], root_path: str) -> None:
-        """`handle` begins to answer a request. It calls `complete` when it has, now or later, or `go_on`. It returns
-        whether the client may ask for this: nothing is kept of requests of others."""
+        """`handle` starts answering a request: it calls the connection's `complete` when done, now or later, or
+        `go_on`. It returns whether the request passed the access check; only then is its head cached."""
         self.limits, self.handle, self.root_path = limits, handle, root_path
         self.idle_seconds = limits["idle_seconds"]
         self.heads = KnownHeads(self.idle_seconds)
         self.connections: set[ClientConnection] = set()
-        self.held_bytes = 0  # of bodies, of all connections
+        self.held_bytes = 0  # bytes of request bodies in memory, of all connections
         self.is_closing = False
 
 
 class ClientConnection(asyncio.Protocol):
-    """One client. A request that comes before the one before it is answered is not read: the connection closes with
-    that answer, and meanwhile its end is noticed."""
+    """The connection of one client. Requests are not pipelined: if the client sends one before the last response is
+    complete, it is discarded and the connection closes after that response."""
 
     def __init__(self, state: ConnectionState) -> None:
         self._state, self._limits = state, state.limits
@@ -65,18 +65,18 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
         self._is_busy = False  # a request is being answered
-        self._task: asyncio.Task[None] | None = None  # that answers it, where waiting takes more than a callback
+        self._task: asyncio.Task[None] | None = None  # that answers the request if callbacks are not enough
         self._deadline: asyncio.TimerHandle | None = None
-        self._due = math.inf  # when the connection is cut off, by the clock of the loop
+        self._due = math.inf  # when the deadline passes, by the event loop's clock
         self._reading: ReadingTimer
-        self._held = 0  # bytes of the body that the state counts
+        self._held = 0  # bytes of this connection in the state's `held_bytes`
         self._in_head = self._in_request = self._is_full = self._is_chunked = self._is_answered = False
-        self._whole: WholeRequest | None = None  # that the parser reads now
+        self._whole: WholeRequest | None = None  # set while the parser reads it
         self._is_http_1_1 = self._keeps_alive = True
-        self._body_limit = self._fed = 0  # fed: bytes that hold the head of the request, and maybe more
-        self._next_wait = ""  # the limit of seconds that begins with what was just received; "": none
-        self._idle_bytes = 0  # received since the last of the body: trailers, and what stands between chunks
-        self._early = b""  # of the next request
+        self._body_limit = self._fed = 0  # fed: bytes received since the head began, maybe more than the head
+        self._next_wait = ""  # name of the time limit that starts now, such as body_seconds; "": none
+        self._idle_bytes = 0  # received since the last body data: chunk framing and trailers
+        self._early = b""  # of the next request, received before this one was complete
         self._clear()
         self._source: ResponseSource | None = None
 
@@ -91,7 +91,7 @@ class ClientConnection(asyncio.Protocol):
     def is_busy(self) -> bool:
         return self._is_busy
 
-    # ------------------------------------------------------------------------------------------ of the event loop
+    # ----------------------------------------------------------------------------------- event loop callbacks
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=MAX_WAITING_BYTES)
@@ -118,7 +118,7 @@ class ClientConnection(asyncio.Protocol):
         if self._is_full or self._transport.is_closing():
             return
         if self._is_busy:
-            if self._is_answered:  # the client was quicker than the end of the task
+            if self._is_answered:  # the response is sent, and its task has not ended yet
                 self._early += data
             else:
                 self._is_full, self._keeps_alive = True, False
@@ -140,8 +140,8 @@ class ClientConnection(asyncio.Protocol):
             self._read_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse(400, "this is not an HTTP/1.1 request", "bad_http")
-        self._whole = None  # an idle connection holds no body
-        if self._next_wait:  # the request is not whole yet
+        self._whole = None  # frees the body while the connection is idle
+        if self._next_wait:  # the request is incomplete
             self._expect_by(self._limits[self._next_wait])
             self._next_wait = ""
         if not self._in_head and self._idle_bytes > self._limits["header_bytes"]:
@@ -160,7 +160,7 @@ class ClientConnection(asyncio.Protocol):
         if self._source is not None:
             self._source.resume()
 
-    # ---------------------------------------------------------------------------------------------- of the parser
+    # --------------------------------------------------------------------------------------- parser callbacks
     def on_message_begin(self) -> None:
         if self._is_busy:
             self._is_full, self._keeps_alive = True, False
@@ -173,14 +173,14 @@ class ClientConnection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else a trailer; nobody reads it
+        if self._in_head:  # else a trailer, which is ignored
             self._pairs.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._is_full:
             return
         self._in_head, self._idle_bytes = False, 0
-        if self._parser.should_upgrade():  # it is read again without
+        if self._parser.should_upgrade():  # data_received parses it again without Upgrade
             return
         if 2 * self._fed > self._limits["header_bytes"]:
             size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._pairs)
@@ -228,7 +228,7 @@ class ClientConnection(asyncio.Protocol):
             self._state.heads.keep(whole, head, self._loop)
 
     def _take_known(self, whole: WholeRequest) -> bool:
-        """Answer a request whose head was parsed before, unless it passes a limit."""
+        """Answer a request whose head is in the cache. Returns False if it is not, or if the body exceeds a limit."""
         head, size = self._state.heads.find(whole.key, self._loop.time()), len(whole.body)
         is_full = size > 2**16 and self._state.held_bytes + size > self._limits["bodies_bytes"]
         if head is None or size > head.body_limit or is_full:
@@ -244,10 +244,10 @@ class ClientConnection(asyncio.Protocol):
         request = Request(head.method, head.target, head.path, head.pairs, head.headers, body, head)
         return self._state.handle(request, self)
 
-    # ------------------------------------------------------------------------------------------------ a response
+    # -------------------------------------------------------------------------------------- sending a response
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], first: bytes = b"", *, has_body: bool) -> None:
-        """Send the head of a response, and the first bytes of its body with it. Hop-by-hop headers are left out.
-        Without a content-length the body is sent in chunks, or ends with the connection."""
+        """Send the head of a response and the first bytes of its body. Hop-by-hop headers are omitted. Without a
+        content-length the body is sent chunked; to HTTP/1.0 clients, closing the connection ends it."""
         parts, is_framed = [b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Unknown"))], not has_body
         for pair in headers:
             if pair[0] not in HOP_BY_HOP:
@@ -270,7 +270,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
     def finish(self) -> None:
-        """The response is whole."""
+        """End the response."""
         self._is_answered = True
         if self._is_chunked:
             self._transport.write(b"0\r\n\r\n")
@@ -282,12 +282,12 @@ class ClientConnection(asyncio.Protocol):
         self._is_answered = True
 
     def cut(self) -> None:
-        """Drop the connection: the client must see that its response is not whole."""
+        """Abort the connection, so that the client sees that its response is incomplete."""
         self._keeps_alive = False
         self._transport.abort()
 
     def release_body(self) -> None:
-        """The body of the request is needed no more."""
+        """Stop counting the request's body in `held_bytes`: it is no longer needed."""
         self._state.held_bytes -= self._held
         self._held = 0
 
@@ -296,15 +296,16 @@ class ClientConnection(asyncio.Protocol):
         if not self._is_busy:
             self._close()
 
-    # --------------------------------------------------------------------------------- of who answers a request
+    # ------------------------------------------------------------------------------------ for request handlers
     def go_on(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Let a task do the rest of answering the request, which is complete with it. It ends with the client."""
+        """Finish answering the request in a task. The request is complete when the task ends; the task is cancelled if
+        the client disconnects."""
         self._task = task = self._loop.create_task(work)
         task.add_done_callback(self._done)
         return task
 
     def complete(self) -> None:
-        """The request is answered: the next one may come."""
+        """Mark the request as answered and wait for the next one, or close the connection."""
         self._is_busy, self._source = False, None
         if self._held:
             self.release_body()
@@ -319,15 +320,15 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     def take_from(self, source: ResponseSource, seconds: float) -> None:
-        """The response comes from `source`, whose `check_time` is called in so many seconds, once, unless this is
-        called again. It takes the timer of the connection, so that a request costs none."""
+        """Set the source of the response, and call its `check_time` once after `seconds`, unless this is called again.
+        Uses the connection's timer, so a request needs no timer itself."""
         self._source = source
         self._expect_by(seconds)
 
     def leave_source(self) -> None:
         self._source, self._due = None, math.inf
 
-    # ------------------------------------------------------------------------------------------------- the works
+    # --------------------------------------------------------------------------------------------- internals
     def _find_body_limit(self) -> int:
         is_upload = self._url.partition(b"?")[0].endswith(b"/files")
         return self._limits["file_bytes"] + 2**20 if is_upload else self._limits["body_bytes"]
@@ -340,13 +341,13 @@ class ClientConnection(asyncio.Protocol):
         self.complete()
 
     def _close(self) -> None:
-        """Close the connection when its client has read all that was sent, or reads nothing for too long."""
+        """Close the connection once the client has read all sent bytes, or has read nothing for `stall_seconds`."""
         self._transport.close()
         self._reading.start()
 
     def _read_without_upgrade(self, rest: bytes) -> None:
-        """Read the request again without the header Upgrade, which a server may ignore. With it the parser takes the
-        body for bytes of the other protocol."""
+        """Parse the request again without its Upgrade header, which a server may ignore. With the header, the parser
+        would treat the body as bytes of the other protocol."""
         method = self._parser.get_method()
         if method == b"CONNECT":
             self._refuse(400, "CONNECT: the router is no proxy for other hosts; use GET or POST", "bad_http")
@@ -357,8 +358,8 @@ class ClientConnection(asyncio.Protocol):
         self.data_received(b"".join((head, *lines, b"\r\n", rest)))
 
     def _expect_by(self, seconds: float) -> None:
-        """Cut the connection off unless called again within `seconds`. A timer that is set already and comes earlier
-        looks again then, so that a request costs no timer of its own."""
+        """Set the deadline of the connection to `seconds` from now. A timer that is already set and fires earlier is
+        reused: `_check_due` then sets it again, so a request needs no timer itself."""
         self._due = due = self._loop.time() + seconds
         if self._deadline is None or due < self._deadline.when():
             if self._deadline is not None:

@@ -14,8 +14,8 @@ import httptools
 from quire.config.router import ReplicaAddress, WaitConfig
 from quire.types.errors import QuireError
 
-IDLE_SECONDS = 4.0  # an idle connection is not used after; uvicorn closes its own after five
-MAX_IDLE = 512  # connections
+IDLE_SECONDS = 4.0  # an idle connection is reused for this long; uvicorn closes idle ones after 5 s
+MAX_IDLE = 512  # idle connections of one replica
 MAX_HEAD_BYTES = 64 * 2**10
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
@@ -29,7 +29,7 @@ class ReplicaFailed(QuireError):
 
 
 class Receiver(Protocol):
-    """Gets the response to one request: a head, pieces of a body, and an end; or `failed` instead of the rest."""
+    """Receives the response to one request: `head`, any number of `body`, then `end`; or `failed` at any point."""
 
     def head(self, status: int, headers: Headers) -> None: ...
 
@@ -41,12 +41,12 @@ class Receiver(Protocol):
 
 
 class ResponseSource(Protocol):
-    """Where the response to a client comes from."""
+    """What produces the response to a client, as the client's connection sees it."""
 
     def client_gone(self) -> None: ...
 
     def pause(self) -> None:
-        """The client reads slowly: send no more."""
+        """Send no more until `resume`: the client reads slowly."""
 
     def resume(self) -> None: ...
 
@@ -54,7 +54,8 @@ class ResponseSource(Protocol):
 
 
 class ReplicaConnection(asyncio.Protocol):
-    """One connection. Has at most one request at a time; after a whole response it goes back to its pool."""
+    """One connection to a replica. It has at most one request at a time and returns to its pool after a whole
+    response."""
 
     def __init__(self, pool: ReplicaPool) -> None:
         self._pool = pool
@@ -72,7 +73,7 @@ class ReplicaConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, data: Sequence[bytes], receiver: Receiver, *, has_body: bool) -> None:
-        """Send a request, in pieces. `has_body`: its response has a body, which that of HEAD has not."""
+        """Send a request, given in pieces. `has_body`: the response may have a body (False for HEAD)."""
         assert self._transport is not None
         assert self._receiver is None
         self._receiver, self._has_body, self._heard = receiver, has_body, False
@@ -80,13 +81,14 @@ class ReplicaConnection(asyncio.Protocol):
         self._transport.writelines(data)
 
     def abort(self) -> None:
-        """Drop the connection at once: the replica sees that nobody waits for its answer."""
+        """Abort the connection without calling the receiver. The replica sees the disconnect and can stop the
+        request."""
         self._receiver = None
         if self._transport is not None:
             self._transport.abort()
 
     def pause(self) -> None:
-        """Read nothing until `resume`: the client does not keep up."""
+        """Read nothing from the replica until `resume`, because the client reads too slowly."""
         if not self._is_paused and self._transport is not None and self.is_open:
             self._is_paused = True
             self._transport.pause_reading()
@@ -96,19 +98,19 @@ class ReplicaConnection(asyncio.Protocol):
             self._is_paused = False
             self._transport.resume_reading()
 
-    # --------------------------------------------------------------------------------------- of the event loop
+    # --------------------------------------------------------------------------------- event loop callbacks
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         if self._receiver is None:
-            self.abort()  # nobody asked
+            self.abort()  # data without a request
             return
         self._heard = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._fail("sent something that is no HTTP response")
+            self._fail("sent an invalid HTTP response")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
@@ -117,11 +119,11 @@ class ReplicaConnection(asyncio.Protocol):
             return
         if exc is None and self._heard and self._has_body and not self._is_framed:
             self._receiver = None
-            receiver.end()  # the end of the connection is the end of the body
+            receiver.end()  # without content-length or chunks, the end of the connection ends the body
             return
         self._fail("closed the connection", is_stale=not self._heard and self._num_requests > 1)
 
-    # ---------------------------------------------------------------------------------------- of the parser
+    # ------------------------------------------------------------------------------------ parser callbacks
     def on_message_begin(self) -> None:
         self._headers, self._head_bytes, self._is_framed = [], 0, False
 
@@ -171,7 +173,7 @@ class ReplicaConnection(asyncio.Protocol):
 
 
 class ReplicaPool:
-    """The open connections to one replica."""
+    """Opens connections to one replica and keeps the idle ones for reuse."""
 
     def __init__(self, address: ReplicaAddress, waits: WaitConfig, name: str) -> None:
         self._address, self._waits, self._name = address, waits, name
@@ -179,7 +181,7 @@ class ReplicaPool:
         self._tls = ssl.create_default_context() if address.is_tls else None
 
     def take_idle(self) -> ReplicaConnection | None:
-        """A connection that is open already, the last used first."""
+        """Return the most recently used idle connection that is still open, or None."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open and time.monotonic() - connection.idle_since < IDLE_SECONDS:
@@ -219,7 +221,7 @@ class ReplicaPool:
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Close the connections that wait for requests; others end with their requests."""
+        """Close the idle connections. Those with a request stay open until it ends."""
         idle, self._idle = self._idle, []
         for connection in idle:
             connection.abort()

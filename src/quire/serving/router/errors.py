@@ -1,4 +1,4 @@
-"""Errors of the router, in the form that the API of each path has for them."""
+"""The router's errors, in the error format of the API that the request's path belongs to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _encode = msgspec.json.encode
 
 
 def error_body(path: str, error: ApiError) -> bytes:
-    """The body of an error response."""
+    """Return the body of an error response: Anthropic's, Ollama's or OpenAI's format, by the path."""
     if _is_anthropic(path):
         return _encode({"type": "error", "error": {"type": _anthropic_type(error), "message": str(error)}})
     if path.startswith("/api/"):
@@ -19,7 +19,8 @@ def error_body(path: str, error: ApiError) -> bytes:
 
 
 def error_event(path: str, error: ApiError, *, is_event: bool) -> bytes:
-    """The last event of a stream that cannot go on. `is_event`: the stream is of server-sent events, else of lines."""
+    """Return the event that reports an error at the end of a broken stream. `is_event`: the stream has server-sent
+    events, else JSON lines."""
     body = error_body(path, error)
     if not is_event:
         return body + b"\n"

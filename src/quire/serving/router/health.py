@@ -1,4 +1,4 @@
-"""Asks every replica whether it works, which models it serves, and how much its cache holds."""
+"""Health checks of the replicas, and queries for their models and the sizes of their caches."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from quire.serving.router.replica_set import ReplicaSet
 
 logger = logging.getLogger("quire.router")
 
-FAILURES_TO_DOWN = 2  # health checks in a row
-LEARN_SECONDS = 10.0  # between two questions about models and cache
+FAILURES_TO_DOWN = 2  # failed health checks in a row before a replica is marked down
+LEARN_SECONDS = 10.0  # between two queries for models and cache size
 _QUIRE_CACHE = re.compile(rb"^(?:quire|vllm):kv_cache_capacity_tokens(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 _VLLM_CACHE = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _MOST = 2**53  # tokens or blocks; no cache holds so many
 
 
 class HealthChecks:
-    """One task for each replica, from its addition to its removal."""
+    """Runs one health-check task for each replica, from when it is added until it is removed."""
 
     def __init__(self, replicas: ReplicaSet, waits: WaitConfig) -> None:
         self._replicas, self._waits = replicas, waits
@@ -58,7 +58,7 @@ class HealthChecks:
                 if loop.time() - learnt_at > LEARN_SECONDS:
                     learnt_at = loop.time()
                     await self.learn(replica)
-                    self._replicas.note_up()  # some requests need to know whether it keeps owners
+                    self._replicas.note_up()  # some requests wait until `keeps_owners` is known
             else:
                 failures += 1
                 replica.counts.health_failures += 1
@@ -69,7 +69,8 @@ class HealthChecks:
             await asyncio.sleep(self._waits.health_interval)
 
     async def check(self, replica: Replica) -> str | None:
-        """Why a replica is not healthy; None: it is. A server without /health is healthy if it answers at all."""
+        """Return the reason why a replica is not healthy, or None if it is. Any status below 500 is healthy, so a
+        server without /health is healthy if it answers."""
         try:
             status, _, _ = await self._replicas.ask(replica, "GET", "/health", [], seconds=self._waits.health)
         except ReplicaFailed as error:
@@ -77,7 +78,8 @@ class HealthChecks:
         return f"answered /health with {status}" if status >= 500 else None
 
     async def learn(self, replica: Replica) -> None:
-        """Ask for models and cache size. A replica that does not say is used all the same."""
+        """Query a replica's models, its cache size, and whether it separates clients. A replica that does not report
+        them is used with defaults."""
         try:
             status, headers, body = await self._replicas.ask(
                 replica, "GET", "/v1/models", [], seconds=self._waits.health
@@ -92,7 +94,7 @@ class HealthChecks:
 
 
 def model_names(body: bytes) -> frozenset[str] | None:
-    """The names in a list of models, by OpenAI's API; None if it is none."""
+    """Return the model names in a response of /v1/models, or None if it is invalid or empty."""
     try:
         listed = msgspec.json.decode(body)["data"]
         return frozenset(str(one["id"]) for one in listed) or None
@@ -101,7 +103,8 @@ def model_names(body: bytes) -> frozenset[str] | None:
 
 
 def cache_tokens(metrics: bytes) -> int | None:
-    """The tokens that a replica's cache holds, by its Prometheus metrics; None if they do not say, or say nonsense."""
+    """Return the size of a replica's cache, in tokens, from its Prometheus metrics; None if it is missing or
+    invalid."""
     if found := _QUIRE_CACHE.search(metrics):
         return _whole(found[1])
     if found := _VLLM_CACHE.search(metrics):

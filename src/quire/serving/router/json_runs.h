@@ -1,4 +1,4 @@
-// Runs of plain characters in JSON strings, found and copied a block at a time.
+// Finds and copies runs of unescaped characters in JSON strings, 16 bytes at a time with SSE2 or NEON.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,16 +14,16 @@
 
 namespace quire {
 
-// Thrown for what is invalid, and for what is valid but rare: the caller lets msgspec read the whole text instead.
+// Thrown for invalid JSON and for valid but rare forms: the caller then has msgspec parse the whole text.
 struct Unsure {};
 
 using Byte = uint8_t;
 
-// Counts all bytes that are added, and keeps the first `limit` of them.
+// An output buffer that counts all added bytes and stores only the first `limit` of them.
 class Writer {
   public:
     void begin(size_t limit) {
-        if (limit > limit_) bytes_.reset(new Byte[limit]);  // not touched before it is written to
+        if (limit > limit_) bytes_.reset(new Byte[limit]);  // not initialized: pages are touched when written to
         limit_ = limit;
         restart();
     }
@@ -45,7 +45,7 @@ class Writer {
     size_t kept() const { return kept_; }
     size_t total() const { return total_; }
 
-    // Where a block may be written before it is known how much of it counts; null: there is no room.
+    // Return where 16 bytes may be stored before `keep` says how many of them count; null if there is no space left.
     Byte* block() { return limit_ - kept_ >= 16 ? bytes_.get() + kept_ : nullptr; }
     void keep(size_t size) {
         total_ += size;
@@ -66,7 +66,7 @@ inline void store_block(Byte* at, Block data) { _mm_storeu_si128(reinterpret_cas
 template <bool ASCII_ONLY>
 inline int first_special(Block data) {
     const __m128i quote = _mm_cmpeq_epi8(data, _mm_set1_epi8('"')), escape = _mm_cmpeq_epi8(data, _mm_set1_epi8('\\'));
-    const __m128i control = ASCII_ONLY ? _mm_cmplt_epi8(data, _mm_set1_epi8(0x20))  // signed: the others are negative
+    const __m128i control = ASCII_ONLY ? _mm_cmplt_epi8(data, _mm_set1_epi8(0x20))  // signed: bytes >= 0x80 are below 0
                                        : _mm_cmpeq_epi8(_mm_min_epu8(data, _mm_set1_epi8(0x1f)), data);
     const int mask = _mm_movemask_epi8(_mm_or_si128(_mm_or_si128(quote, escape), control));
     return mask == 0 ? 16 : __builtin_ctz(static_cast<unsigned>(mask));
@@ -88,8 +88,8 @@ inline int first_special(Block data) {
 }
 #endif
 
-// The first byte that ends a run of plain characters: a quote, a backslash, a control character; and, if `ASCII_ONLY`,
-// the first byte of a character beyond ASCII.
+// Return the first quote, backslash or control character, or, if `ASCII_ONLY`, the first byte outside ASCII. Throws
+// Unsure if there is none.
 template <bool ASCII_ONLY>
 inline const Byte* find_special(const Byte* at, const Byte* end) {
 #if defined(QUIRE_BLOCKS)
@@ -101,7 +101,7 @@ inline const Byte* find_special(const Byte* at, const Byte* end) {
     throw Unsure{};
 }
 
-// Writes a run of plain characters. Returns where it ends: at a quote, a backslash or a control character.
+// Write the bytes up to the first quote, backslash or control character. Returns its position.
 inline const Byte* put_plain(const Byte* at, const Byte* end, Writer& out) {
 #if defined(QUIRE_BLOCKS)
     while (end - at >= 16) {

@@ -1,16 +1,16 @@
-// Reads JSON in place: checks values, skips them, and copies them in the form in which msgspec would write them.
+// Parses JSON in place: validates values, skips them, and copies them in the form in which msgspec would encode them.
 #pragma once
 #include "json_runs.h"
 
 namespace quire {
 
-constexpr int MAX_DEPTH = 64;     // of values in values
-constexpr int MAX_MEMBERS = 64;   // of an object whose names are compared
-constexpr int MAX_NUMBER = 40;    // bytes: a number of so few cannot be out of range, but for its exponent
-constexpr int EXACT_DIGITS = 15;  // a decimal of so many digits is the shortest that names its double
+constexpr int MAX_DEPTH = 64;     // levels of nested arrays and objects
+constexpr int MAX_MEMBERS = 64;   // most members of an object whose names are compared
+constexpr int MAX_NUMBER = 40;    // most bytes of a number: without an exponent, a shorter one cannot overflow
+constexpr int EXACT_DIGITS = 15;  // up to so many digits, the shortest form of a double is unique
 constexpr int INTEGER_DIGITS = 18;
 
-// A part of a text. `begin` is null for a part that is not there.
+// A range of bytes of the body. `begin` is null if there is none.
 struct Span {
     const Byte* begin = nullptr;
     const Byte* end = nullptr;
@@ -26,7 +26,7 @@ inline const Byte* skip_space(const Byte* at, const Byte* end) {
     return at;
 }
 
-// The byte at `at`, behind space. `at` moves to it.
+// Skip white space and return the byte at `at`, which then points to it. Throws Unsure at the end of the text.
 inline Byte peek(const Byte*& at, const Byte* end) {
     at = skip_space(at, end);
     if (at == end) throw Unsure{};
@@ -44,14 +44,15 @@ inline unsigned hex4(const Byte* at, const Byte* end) {
     unsigned value = 0;
     for (int place = 0; place < 4; ++place) {
         const Byte byte = at[place], lower = byte | 0x20;
-        const unsigned digit = byte >= '0' && byte <= '9' ? byte - '0' : lower >= 'a' && lower <= 'f' ? lower - 'a' + 10 : 16;
+        const bool is_decimal = byte >= '0' && byte <= '9';
+        const unsigned digit = is_decimal ? byte - '0' : lower >= 'a' && lower <= 'f' ? lower - 'a' + 10 : 16;
         if (digit == 16) throw Unsure{};
         value = value << 4 | digit;
     }
     return value;
 }
 
-// Reads what stands behind a backslash, and moves `at` behind it.
+// Decode the escape sequence after a backslash and move `at` past it. Returns the code point.
 inline unsigned read_escape(const Byte*& at, const Byte* end) {
     if (at == end) throw Unsure{};
     switch (*at++) {
@@ -76,7 +77,7 @@ inline unsigned read_escape(const Byte*& at, const Byte* end) {
     return 0x10000 + ((first - 0xd800) << 10) + (second - 0xdc00);
 }
 
-// Skips a run of characters beyond ASCII.
+// Skip a run of characters outside ASCII. Throws Unsure for invalid UTF-8.
 inline const Byte* check_utf8(const Byte* at, const Byte* end) {
     while (at < end && *at >= 0x80) {
         const unsigned first = *at;
@@ -93,7 +94,7 @@ inline const Byte* check_utf8(const Byte* at, const Byte* end) {
     return at;
 }
 
-// Checks a string from behind its first quote. Returns where it goes on behind the last.
+// Validate a string. `at` is after its opening quote. Returns the position after its closing quote.
 inline const Byte* check_string(const Byte* at, const Byte* end) {
     for (;;) {
         at = find_special<true>(at, end);
@@ -111,7 +112,8 @@ inline void put_character(unsigned code, Writer& out) {
     for (int left = more - 1; left >= 0; --left) out.add(static_cast<char>(0x80 | (code >> (6 * left) & 0x3f)));
 }
 
-// Writes the text of a string that was checked, from behind its first quote. Returns where it goes on behind the last.
+// Write the decoded text of a validated string. `at` is after its opening quote. Returns the position after its closing
+// quote.
 inline const Byte* put_text(const Byte* at, const Byte* end, Writer& out) {
     for (;;) {
         const Byte* stop = put_plain(at, end, out);
@@ -121,7 +123,7 @@ inline const Byte* put_text(const Byte* at, const Byte* end, Writer& out) {
     }
 }
 
-// Writes a string that was checked as JSON: what need not be escaped is not.
+// Write a validated string as JSON, with escapes only where JSON requires them. `at` and the result are as in put_text.
 inline const Byte* put_string(const Byte* at, const Byte* end, Writer& out) {
     out.add('"');
     for (;;) {
@@ -152,7 +154,7 @@ inline const Byte* check_digits(const Byte* at, const Byte* end) {
     return at;
 }
 
-// Checks a number. If `is_written`, it must stand as msgspec would write it.
+// Validate a number. If `is_written`, throws Unsure unless msgspec would encode it in the same form. Returns its end.
 inline const Byte* check_number(const Byte* at, const Byte* end, bool is_written) {
     const Byte* begin = at;
     if (*at == '-') ++at;
@@ -165,7 +167,7 @@ inline const Byte* check_number(const Byte* at, const Byte* end, bool is_written
         const Byte* fraction = at + 1;
         at = check_digits(fraction, end);
         const long digits = at - fraction;
-        // below 0.0001 they are written with an exponent
+        // msgspec writes values below 0.0001 with an exponent
         const bool is_plain = (digits == 1 || at[-1] != '0') && integer_digits + digits <= EXACT_DIGITS &&
                               !(is_zero && digits > 3 && std::memcmp(fraction, "000", 3) == 0);
         if (is_written && !is_plain) throw Unsure{};
@@ -190,8 +192,8 @@ inline const Byte* check_word(const Byte* at, const Byte* end) {
 }
 
 // ------------------------------------------------------------------------------------------------------- containers
-// Goes through an array from its bracket on. `each(at)` reads one item and returns where it ends. Returns where the
-// array ends.
+// Iterate over an array. `at` is at its opening bracket. `each(at)` reads one item and returns its end. Returns the
+// position after the closing bracket.
 template <class Each>
 const Byte* each_item(const Byte* at, const Byte* end, Each each) {
     if (peek(++at, end) == ']') return at + 1;
@@ -203,8 +205,8 @@ const Byte* each_item(const Byte* at, const Byte* end, Each each) {
     }
 }
 
-// Goes through an object from its brace on. `each(name, at)` reads the value of a name, and returns where it ends; the
-// name is as it stands between its quotes.
+// Iterate over an object. `at` is at its opening brace. `each(name, at)` reads the value of a member and returns its
+// end; `name` is the text between the quotes, escapes not decoded. Returns the position after the closing brace.
 template <class Each>
 const Byte* each_member(const Byte* at, const Byte* end, Each each) {
     if (peek(++at, end) == '}') return at + 1;
@@ -221,13 +223,14 @@ const Byte* each_member(const Byte* at, const Byte* end, Each each) {
     }
 }
 
-// The names of one object. Names that are written with escapes, that come twice or are too many make it unsure.
+// The member names of one object. `add` throws Unsure for a name with escapes, for a duplicate, and beyond MAX_MEMBERS.
 class Names {
   public:
     void add(const Span& name) {
         if (count_ == MAX_MEMBERS || name.has_escape()) throw Unsure{};
         for (int place = 0; place < count_; ++place)
-            if (sizes_[place] == name.size() && std::memcmp(begins_[place], name.begin, name.size()) == 0) throw Unsure{};
+            if (sizes_[place] == name.size() && std::memcmp(begins_[place], name.begin, name.size()) == 0)
+                throw Unsure{};
         begins_[count_] = name.begin;
         sizes_[count_++] = name.size();
     }
@@ -235,11 +238,11 @@ class Names {
 
   private:
     int count_ = 0;
-    const Byte* begins_[MAX_MEMBERS];  // not written before they are counted
+    const Byte* begins_[MAX_MEMBERS];  // only the first `count_` are initialized
     size_t sizes_[MAX_MEMBERS];
 };
 
-// Checks any value. Returns where it ends.
+// Validate any value. Returns its end.
 inline const Byte* check_value(const Byte* at, const Byte* end, int depth) {
     if (depth > MAX_DEPTH) throw Unsure{};
     switch (*at) {
@@ -253,7 +256,7 @@ inline const Byte* check_value(const Byte* at, const Byte* end, int depth) {
     }
 }
 
-// Writes a value that was checked as msgspec would write it once it has read it.
+// Write a validated value in the form in which msgspec would encode it after decoding it. Returns its end.
 inline const Byte* put_value(const Byte* at, const Byte* end, Writer& out) {
     switch (*at) {
         case '"': return put_string(at + 1, end, out);
@@ -291,7 +294,7 @@ inline const Byte* put_value(const Byte* at, const Byte* end, Writer& out) {
     }
 }
 
-// What JSON's truth is in Python: whether a value that was checked is not empty, zero, false or null.
+// Whether Python would treat a validated value as true: not empty, false or null. Throws Unsure for a number.
 inline bool is_true(const Byte* at, const Byte* end) {
     switch (*at) {
         case '"': return at[1] != '"';

@@ -1,5 +1,5 @@
-"""Heads of requests that the router has parsed before. A client sends the same head with every request, but for the
-length of its body, so that most heads need not be parsed again."""
+"""A cache of parsed request heads. A client repeats the same head with every request, except for the content-length,
+so most heads need not be parsed again."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import NamedTuple
 
 from quire.serving.router.path_facts import HeadFacts, read_head
 
-MAX_HEADS = 512  # that are kept, the last used
-MAX_HEAD_BYTES = 4_096  # of one that is kept
-_LENGTHS = (b"\r\ncontent-length: ", b"\r\nContent-Length: ")  # as clients write it
+MAX_HEADS = 512  # most cached heads; the least recently used is dropped
+MAX_HEAD_BYTES = 4_096  # most bytes of a cached head
+_LENGTHS = (b"\r\ncontent-length: ", b"\r\nContent-Length: ")  # the two common spellings
 _MAX_DIGITS = 15
-_UNKNOWN = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # their requests are read by the parser
+_UNKNOWN = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # requests with these always go to the parser
 Pairs = list[tuple[bytes, bytes]]
-Key = tuple[bytes, bytes]  # what stands before and behind the digits of the content-length
+Key = tuple[bytes, bytes]  # the head before and after the digits of the content-length
 
 
 @dataclass(slots=True)
 class Head:
-    """The head of requests that differ in their bodies alone. Nobody changes its `pairs` and `headers`, of which the
-    content-length is that of some request.
+    """A parsed request head, shared by requests that differ only in their bodies. `pairs` and `headers` must not be
+    changed; their content-length is that of the first such request.
 
-    `admitted_by` is the version of the keys with which such a request was checked and sent on, -1 for none yet, and
-    `owner` the digest of its key: while the keys stay the same, no request with this head need be checked again."""
+    `admitted_by` is the version of the keys with which a request with this head passed the access check and was
+    forwarded (-1: none yet), and `owner` is the digest of its API key. While the keys have that version, requests with
+    this head are not checked again."""
 
     method: str
     target: bytes
@@ -36,8 +37,8 @@ class Head:
     is_http_1_1: bool
     keeps_alive: bool
     body_limit: int
-    used_at: float = 0.0  # the last time, by the clock of the loop
-    forwarded: dict[Hashable, bytes] = field(default_factory=dict)  # the lines that replicas got for it, see Proxy
+    used_at: float = 0.0  # time of last use, by the event loop's clock
+    forwarded: dict[Hashable, bytes] = field(default_factory=dict)  # the heads sent to replicas, see Proxy
     admitted_by: int = -1
     owner: str = ""
     facts: HeadFacts = field(init=False)
@@ -47,19 +48,20 @@ class Head:
 
 
 class WholeRequest(NamedTuple):
-    """What a client sent at once: all of a request, and nothing else."""
+    """Exactly one whole request, received in one read."""
 
     key: Key
-    head: bytes  # without the empty line at its end
+    head: bytes  # without the empty line that ends it
     body: bytes
 
 
 class KnownHeads:
-    """The heads by their bytes. They hold keys of clients, so one that is not used for `seconds` is dropped."""
+    """An LRU cache of parsed heads by their bytes. Heads contain API keys, so one that was not used for `seconds` is
+    dropped."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._heads: OrderedDict[Key, Head] = OrderedDict()  # the last used is the last
+        self._heads: OrderedDict[Key, Head] = OrderedDict()  # most recently used last
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -73,8 +75,9 @@ class KnownHeads:
         return head
 
     def keep(self, request: WholeRequest, head: Head, loop: asyncio.AbstractEventLoop) -> None:
-        """Keep a head that the parser read out of a whole request, unless its bytes could mean something else with
-        another body: the parser must have found the same lines, and one content-length that counts the body."""
+        """Cache a head that the parser read from a whole request, if the same bytes cannot be parsed differently with
+        another body: the parser must have found one header for each line, and one content-length that equals the size
+        of the body."""
         lengths = [value for name, value in head.pairs if name == b"content-length"]
         is_plain = len(lengths) == 1 and lengths[0].isdigit() and int(lengths[0]) == len(request.body)
         if not is_plain or len(head.pairs) != request.head.count(b"\n") or not _UNKNOWN.isdisjoint(head.headers):
@@ -98,7 +101,8 @@ class KnownHeads:
 
 
 def split_request(data: bytes) -> WholeRequest | None:
-    """What was received, if it looks like a whole request with a short head and a content-length; else None."""
+    """Return `data` as a request if it is one whole request with a content-length and at most MAX_HEAD_BYTES of head,
+    else None."""
     end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
     if end < 0:
         return None

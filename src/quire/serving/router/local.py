@@ -1,4 +1,4 @@
-"""What the router answers itself: health, metrics, the list of models, its status and its own administration."""
+"""The endpoints that the router answers itself: health, metrics, the list of models, its status and its replicas."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from quire.serving.router.replica import Replica
 from quire.serving.router.replica_set import ReplicaSet
 from quire.types.errors import ConfigError
 
-ASK_SECONDS = 10.0  # for a replica to answer a question of which the router makes one answer
+ASK_SECONDS = 10.0  # for one replica's part of a combined response
 _JSON = [(b"content-type", b"application/json")]
 _TO_ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/admin/reset_cache")
-_KEPT = frozenset({*KEY_HEADERS, b"content-type"})  # headers of a request that goes to all replicas
+_KEPT = frozenset({*KEY_HEADERS, b"content-type"})  # headers that are forwarded when a request goes to all replicas
 _RETRY = ((b"retry-after", b"1"),)
 _SHOWN = 300  # characters of a replica's error that the router repeats
 Answer = tuple[int, bytes, Headers]
@@ -33,7 +33,7 @@ Handler = Callable[[Request], Awaitable[Answer]]
 
 
 class LocalPages:
-    """The pages by method and path. `find` returns the handler of a request, None for requests to be sent on."""
+    """The router's own endpoints. `find` returns the handler of a request, or None if it must be forwarded."""
 
     def __init__(self, access: Access, replicas: ReplicaSet, proxy: Proxy, health: HealthChecks) -> None:
         self._access, self._replicas, self._proxy, self._health = access, replicas, proxy, health
@@ -61,7 +61,7 @@ class LocalPages:
         status, body, headers = await handler(request)
         client.reply(status, body, headers, has_body=request.method != "HEAD")
 
-    # -------------------------------------------------------------------------------------------------- looks
+    # ------------------------------------------------------------------------------------ GET endpoints
     async def _health_page(self, _request: Request) -> Answer:
         up = sum(replica.takes_requests for replica in self._replicas)
         body = {"status": "ok" if up else "no replica is up", "replicas": len(self._replicas), "replicas_up": up}
@@ -85,14 +85,14 @@ class LocalPages:
     async def _metrics(self, request: Request) -> Answer:
         answers = self._answered(await self._ask_all(request, "/metrics"))
         if self._access.hides_pages and not any(status == 200 for status, _ in answers.values()):
-            return self._refusal(answers)  # nobody has checked the key
+            return self._refusal(answers)  # no replica has accepted the key
         pages = {name: body.decode("utf-8", "replace") for name, (status, body) in answers.items() if status == 200}
         num_connections = 0 if self.connections is None else len(self.connections.connections)
         page = merge_metrics(own_metrics(list(self._replicas), self._proxy.counts, num_connections), pages)
         return 200, page, [(b"content-type", CONTENT_TYPE)]
 
     async def _models(self, request: Request) -> Answer:
-        """The models of all replicas, each once."""
+        """Return the models of all replicas, without duplicates."""
         answers = self._answered(await self._ask_all(request, "/v1/models"))
         models: dict[str, Any] = {}
         merged: dict[str, Any] | None = None
@@ -110,14 +110,16 @@ class LocalPages:
         return self._refusal(answers)
 
     def _refusal(self, answers: Mapping[str, tuple[int, bytes]]) -> Answer:
-        """What replicas say to a client whose key they do not take. Raises ApiError where they say something else."""
+        """Return the 401 or 403 response of a replica that did not accept the client's key. Raises ApiError (503) if
+        there is none."""
         for status, body in answers.values():
             if status in (401, 403):
                 return status, body, _JSON
         raise ApiError(503, "no replica answers this; try again", code="no_replica", headers=_RETRY)
 
     async def _to_all(self, request: Request) -> Answer:
-        """Every replica must do it. The answer names those that did not: with their status if it is one, else 502."""
+        """Send a request to every replica. If some fail, the response lists them, with their status if all have the
+        same one, else with 502."""
         found = await self._ask_all(request, request.target.decode("latin-1"), with_all=True)
         failed = {name: one for name, one in found.items() if isinstance(one, str) or one[0] >= 300}
         if found and not failed:
@@ -159,7 +161,7 @@ class LocalPages:
         replica = self._replicas.get(name)
         if replica is None:
             names = ", ".join(one.name for one in self._replicas)
-            raise ApiError(404, f"name: {name[:64]!a} is no replica; there are: {names}", code="replica_not_found")
+            raise ApiError(404, f"name: {name[:64]!a} is not a replica; there are: {names}", code="replica_not_found")
         if (request.method, verb) == ("DELETE", ""):
             self._replicas.remove(replica)
         elif (request.method, verb) == ("POST", "drain"):
@@ -178,7 +180,8 @@ class LocalPages:
     async def _ask_all(
         self, request: Request, path: str, *, with_all: bool = False
     ) -> dict[str, tuple[int, bytes] | str]:
-        """The answers of the replicas that are up, by name, or of all; a text says why there is none."""
+        """Send a request to all replicas that are up and return their status and body by name. For a replica that did
+        not answer, the value is the reason. `with_all`: include replicas that are down."""
         headers = [pair for pair in request.pairs if pair[0] in _KEPT]
         headers.append((b"accept", b"*/*"))
 
@@ -203,7 +206,7 @@ class LocalPages:
 
 
 def _message(body: bytes) -> str:
-    """The message of an error in a replica's answer, else its beginning."""
+    """Return the error message in a replica's response body, or the beginning of the body."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])[:_SHOWN]
     except (msgspec.DecodeError, KeyError, TypeError, UnicodeError):

@@ -1,4 +1,4 @@
-"""The router's /metrics: its own counts, and those of all replicas, told apart by the label `replica`."""
+"""The router's /metrics page: its own metrics, and those of all replicas with the label `replica`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _SUFFIXES = ("_bucket", "_sum", "_count", "_total", "_created")
 
 
 def own_metrics(replicas: Sequence[Replica], counts: ProxyCounts, num_connections: int) -> Iterator[str]:
-    """The router's own metrics, line by line."""
-    yield from _one("quire_router:requests_total", "counter", "Requests sent on to replicas.", counts.requests)
-    yield from _one("quire_router:retries_total", "counter", "Attempts after the first of a request.", counts.retries)
-    yield from _one("quire_router:refused_total", "counter", "Requests that no replica took.", counts.refused)
-    yield from _one("quire_router:errors_total", "counter", "Requests refused by the router.", counts.errors)
+    """Yield the lines of the router's own metrics."""
+    yield from _one("quire_router:requests_total", "counter", "Requests forwarded to replicas.", counts.requests)
+    yield from _one("quire_router:retries_total", "counter", "Attempts of requests after the first.", counts.retries)
+    yield from _one("quire_router:refused_total", "counter", "Requests that no replica answered.", counts.refused)
+    yield from _one("quire_router:errors_total", "counter", "Requests that the router refused.", counts.errors)
     yield from _one("quire_router:stale_connections_total", "counter",
-                    "Requests sent again because a kept connection had ended.", counts.stale)  # fmt: skip
-    yield from _one("quire_router:connections", "gauge", "Open connections of clients.", num_connections)
+                    "Requests sent again because a reused connection was closed.", counts.stale)  # fmt: skip
+    yield from _one("quire_router:connections", "gauge", "Open client connections.", num_connections)
     table = (
         ("replica_up", "gauge", "Whether a replica takes requests.", lambda one: int(one.takes_requests)),
-        ("replica_in_flight", "gauge", "Requests that a replica has from this router.", lambda one: one.load),
+        ("replica_in_flight", "gauge", "Requests of this router in flight at a replica.", lambda one: one.load),
         ("replica_requests_total", "counter", "Requests sent to a replica.", lambda one: one.counts.requests),
         ("replica_failures_total", "counter", "Requests that a replica failed before the first byte.",
          lambda one: one.counts.failures),
-        ("replica_broken_total", "counter", "Responses that a replica broke off.", lambda one: one.counts.broken),
+        ("replica_broken_total", "counter", "Responses of a replica that ended early.", lambda one: one.counts.broken),
         ("replica_busy_total", "counter", "Requests that a replica refused with 429 or 503.",
          lambda one: one.counts.busy),
         ("replica_health_failures_total", "counter", "Failed health checks of a replica.",
@@ -37,20 +37,21 @@ def own_metrics(replicas: Sequence[Replica], counts: ProxyCounts, num_connection
          lambda one: one.counts.prompt_bytes),
         ("replica_matched_bytes_total", "counter", "Bytes of prompts that the router expected in a replica's cache.",
          lambda one: one.counts.matched_bytes),
-        ("replica_tree_bytes", "gauge", "Bytes of prompts in the prefix tree of a replica.",
+        ("replica_tree_bytes", "gauge", "Bytes of prompts in the router's prefix tree of a replica.",
          lambda one: one.tree.num_bytes),
     )  # fmt: skip
     for name, kind, text, value in table:
         yield from _head(f"quire_router:{name}", kind, text)
         yield from (f'quire_router:{name}{{replica="{one.name}"}} {value(one)}' for one in replicas)
-    yield from _head("quire_router:replica_chosen_total", "counter", "Requests of a replica by why it was chosen.")
+    yield from _head("quire_router:replica_chosen_total", "counter", "Requests sent to a replica, by reason.")
     for one in replicas:
         for reason, count in one.counts.by_reason.items():
             yield f'quire_router:replica_chosen_total{{replica="{one.name}",reason="{reason}"}} {count}'
 
 
 def merge_metrics(own: Iterator[str], pages: Mapping[str, str]) -> bytes:
-    """One page: the router's lines, then the families of all replicas, each sample with the label `replica`."""
+    """Return one page: the router's lines, then the metric families of all replicas, with the label `replica` added to
+    each sample. `pages`: the /metrics text by replica name."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, page in pages.items():

@@ -1,5 +1,5 @@
-// Reads of a request's JSON body what the router needs, as prompt_keys.py does, in one pass over the body and one over
-// the prompt. What is invalid or rare is left to prompt_keys.py. And the prefix tree of prefix_tree.py.
+// Parses a request's JSON body like read_by_msgspec in prompt_keys.py: one pass over the body, one over the prompt.
+// Bodies that are invalid or have a rare form are left to prompt_keys.py. Also exports PrefixTree.
 #include <new>
 
 #include "json_text.h"
@@ -20,7 +20,7 @@ inline uint64_t load(const Byte* data) {
     return value;
 }
 
-// A hash in the manner of wyhash, with secrets: products of 64 bits, folded.
+// A keyed hash like wyhash: multiplies 64-bit words and folds each 128-bit product. `secrets` are four random words.
 uint64_t hash_bytes(const uint64_t* secrets, uint64_t key, const Byte* data, size_t size) {
     uint64_t one = mix(key ^ secrets[0], secrets[1]) ^ size, two = one, three = one;
     size_t left = size;
@@ -68,7 +68,7 @@ int find_field(std::string_view name) {
     return field;
 }
 
-// One body: where its fields are, and its prompt as text.
+// A parsed body: the position of each known field, and a function that writes the prompt text.
 class Body {
   public:
     Body(const Byte* begin, const Byte* end, Writer& text) : end_(end), text_(text) {
@@ -76,13 +76,13 @@ class Body {
         const Byte* at = each_member(begin, end, [&](const Span& name, const Byte* value) {
             if (name.has_escape()) throw Unsure{};
             const Byte* stop = check_value(value, end, 1);
-            fields_[find_field(name.text())] = {value, stop};  // the last of equal names counts
+            fields_[find_field(name.text())] = {value, stop};  // of fields with the same name, the last one counts
             return stop;
         });
         if (skip_space(at, end) != end) throw Unsure{};
     }
 
-    // The first of some fields that is a string with something in it, with its quotes.
+    // Return the first of `fields` whose value is a string that is not empty, with its quotes.
     template <size_t N>
     Span first_text(const Field (&fields)[N]) const {
         for (const Field field : fields)
@@ -90,7 +90,7 @@ class Body {
         return {};
     }
 
-    // Writes the prompt, in the order in which chat templates render it.
+    // Write the prompt, in the order in which chat templates render it.
     void put_prompt() {
         for (const Field field : BEFORE) put_field(field);
         for (const Field field : {MESSAGES, INPUT}) {
@@ -114,7 +114,7 @@ class Body {
         has_part_ = true;
     }
 
-    // Writes a part behind those before it: a string as its text, another value as JSON.
+    // Append one part of the prompt: a string as its text, another value as JSON.
     const Byte* put_part(const Byte* value) {
         begin_part();
         return *value == '"' ? put_text(value + 1, end_, text_) : put_value(value, end_, text_);
@@ -167,15 +167,15 @@ class Body {
     const Byte* end_;
     Writer& text_;
     bool has_part_ = false;
-    Span fields_[NUM_FIELDS + 1];  // the last one: of any other name
+    Span fields_[NUM_FIELDS + 1];  // the last entry is for all other names
 };
 
-// What a caller keeps between calls; native.py has the same structure.
+// The caller's state between calls. _Reader in native.py has the same layout.
 struct Reader {
-    uint64_t secrets[4];  // of the hashes
-    const int64_t* ends;  // where the chunks of a prompt end; the first is 0
+    uint64_t secrets[4];  // keys of hash_bytes
+    const int64_t* ends;  // ends[i]: bytes in the first i chunks of a prompt
     int64_t num_ends;
-    int64_t* found;       // what `quire_read_prompt` writes, then the keys
+    int64_t* found;       // output: the NUM_FOUND values of `quire_read_prompt`, then the chunk keys
 
     uint64_t hash(uint64_t key, const void* data, size_t size) const {
         return hash_bytes(secrets, key, static_cast<const Byte*>(data), size);
@@ -209,7 +209,7 @@ extern "C" {
 
 const char* quire_router_source() { return QUIRE_SOURCE; }
 
-// The root of the keys of prompts that may share a cache.
+// Return the root of the chunk keys: a hash of the tenant, the cache salt and the model.
 int64_t quire_prompt_root(const Reader* reader, const char* tenant, int64_t tenant_size, const char* salt,
                           int64_t salt_size, const char* model, int64_t model_size) {
     const uint64_t key = reader->hash(0, tenant, static_cast<size_t>(tenant_size));
@@ -217,21 +217,22 @@ int64_t quire_prompt_root(const Reader* reader, const char* tenant, int64_t tena
                                              static_cast<size_t>(model_size)));
 }
 
-// Writes the keys of a prompt's whole chunks to `found`, and returns how many they are.
+// Write the keys of the whole chunks of `text` to `found`. Returns their number.
 int64_t quire_chunk_keys(const Reader* reader, int64_t root, const char* text, int64_t size) {
     return reader->put_keys(static_cast<uint64_t>(root), reinterpret_cast<const Byte*>(text),
                             static_cast<size_t>(size), reader->found);
 }
 
-// Reads a body. Writes to `found` where the strings of its model, its session and its stored answer begin and end, as
-// JSON, 0 and 0 for none; the bytes of its prompt; and the keys. Returns how many numbers that are, 0 if unsure.
+// Parse a body. Writes to `found` the begin and end offsets of the JSON strings of the model, the session and the
+// stored object (0 and 0 if the body has none), the prompt's bytes, and the chunk keys. Returns the number of values
+// written, 0 if msgspec must parse the body.
 int64_t quire_read_prompt(const Reader* reader, const char* body, int64_t size, const char* tenant,
                           int64_t tenant_size, int64_t is_fork) {
     static thread_local Writer text;
     const Byte* begin = reinterpret_cast<const Byte*>(body);
     const Byte* end = begin + size;
     try {
-        text.begin(static_cast<size_t>(reader->ends[reader->num_ends - 1]));  // what lies behind has no key
+        text.begin(static_cast<size_t>(reader->ends[reader->num_ends - 1]));  // bytes after the last chunk have no key
         Body read(begin, end, text);
         const Span model = read.first_text(MODELS);
         const Span strings[] = {model, read.first_text(SESSIONS),
@@ -248,7 +249,7 @@ int64_t quire_read_prompt(const Reader* reader, const char* body, int64_t size, 
         read.put_prompt();
         *found++ = static_cast<int64_t>(text.total());
         return NUM_FOUND + reader->put_keys(root, text.data(), text.kept(), found);
-    } catch (...) {  // Unsure, or no memory
+    } catch (...) {  // Unsure, or std::bad_alloc
         return 0;
     }
 }
@@ -265,8 +266,8 @@ int64_t quire_tree_size(const PrefixTree* tree) { return tree->size(); }
 
 int64_t quire_match(const PrefixTree* tree, const int64_t* keys, int64_t count) { return tree->match(keys, count); }
 
-// Holds the first `count` of a prompt's chunks, of which it holds `held` already (-1: as `quire_match` says), and evicts
-// what does not fit. Returns `held`.
+// Insert the first `count` chunks of a prompt, then evict the least recently used chunks beyond `capacity` bytes. The
+// tree already holds the first `held` chunks (-1: compute it with `match`). Returns `held`.
 int64_t quire_insert(PrefixTree* tree, const int64_t* keys, int64_t size, int64_t count, int64_t held,
                      const int64_t* ends, int64_t capacity) {
     if (held < 0) held = tree->match(keys, size);
@@ -274,7 +275,7 @@ int64_t quire_insert(PrefixTree* tree, const int64_t* keys, int64_t size, int64_
         tree->insert(keys, count, held < count ? held : count, ends);
         tree->evict(capacity);
     } catch (const std::bad_alloc&) {
-        tree->clear();  // it only guesses what a cache holds
+        tree->clear();  // safe: the tree is only an estimate of the replica's cache
     }
     return held;
 }

@@ -1,4 +1,4 @@
-"""Opens native.cpp: the router's compiled reader of prompts and its prefix tree. setup.py reads this file too."""
+"""Python bindings of native.cpp: the router's compiled prompt parser and prefix tree. setup.py runs this file too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 NAME = "_native"
 COMPILE = ("-O3", "-g0", "-std=c++17")
-NUM_FOUND = 7  # numbers before the keys, see `read`
+NUM_FOUND = 7  # values before the chunk keys in the result of `NativeReader.read`
 _HERE = Path(__file__).parent
 
 
@@ -32,18 +32,19 @@ _ARGUMENTS: dict[str, list[type[ctypes._SimpleCData[Any]]]] = {
     "quire_delete_tree": [c_void_p],
     "quire_new_tree": [],
 }
-_NOTHING = ("quire_clear_tree", "quire_delete_tree")  # they return
+_NOTHING = ("quire_clear_tree", "quire_delete_tree")  # functions that return void
 
 
 class Unavailable(Exception):
-    """Why the compiled code cannot be used; one line."""
+    """The compiled code cannot be used. The message is one line with the reason."""
 
 
 class NativeReader:
-    """Reads a JSON body and hashes its prompt in one call. Keys differ between readers: each has secrets of its own."""
+    """Parses a JSON body and hashes its prompt in one call. Each reader has random hash keys, so the same prompt has
+    different chunk keys in different readers."""
 
     def __init__(self, chunk_ends: Sequence[int]) -> None:
-        """`chunk_ends`: where the chunks of a prompt end, after a 0. Raises Unavailable."""
+        """`chunk_ends[i]`: bytes in the first i chunks of a prompt, as CHUNK_ENDS. Raises Unavailable."""
         library = open_library()
         self._ends, self._found = array("q", chunk_ends), array("q", bytes(8 * (NUM_FOUND + len(chunk_ends))))
         keys = (c_uint64 * 4)(*(secrets.randbits(64) for _ in range(4)))
@@ -53,9 +54,9 @@ class NativeReader:
         self._root = library.quire_prompt_root
 
     def read(self, body: bytes, tenant: bytes, *, is_fork: bool) -> array[int]:
-        """Read a body. Returns where the JSON strings of its model, its session and its stored answer begin and end (0
-        and 0: it has none), the bytes of its prompt, and the keys of the prompt's chunks. Returns nothing for a body
-        that is invalid or has a rare form: then msgspec must read it."""
+        """Parse a body. Returns the begin and end offsets in `body` of the JSON strings of the model, the session and
+        the stored object (0 and 0 if the body has none), the prompt's bytes, and the prompt's chunk keys. Returns an
+        empty array for a body that is invalid or has a rare form: msgspec must parse it."""
         return self._found[: self._read(self._at, body, len(body), tenant, len(tenant), is_fork)]
 
     def chunk_keys(self, root: int, text: bytes) -> array[int]:
@@ -63,21 +64,21 @@ class NativeReader:
         return self._found[: self._keys(self._at, root, text, len(text))]
 
     def root(self, tenant: bytes, salt: bytes, model: bytes) -> int:
-        """Return the root of the keys of prompts that may share a cache."""
+        """Return the root of the chunk keys: a hash of everything that prompts must have in common to share a cache."""
         return int(self._root(self._at, tenant, len(tenant), salt, len(salt), model, len(model)))
 
 
 class _Reader(ctypes.Structure):
-    """The structure of the same name in native.cpp."""
+    """The layout of `Reader` in native.cpp."""
 
     _fields_ = (("secrets", c_uint64 * 4), ("ends", c_void_p), ("num_ends", c_int64), ("found", c_void_p))
 
 
 class NativeTree:
-    """Keys of chunks in the order of their last use, for `PrefixTree`."""
+    """A compiled set of chunk keys in the order of their last use, for `PrefixTree`."""
 
     def __init__(self, chunk_ends: Sequence[int]) -> None:
-        """Raises Unavailable."""
+        """Raises Unavailable, or MemoryError."""
         library = open_library()
         self._ends = array("q", chunk_ends)
         self._ends_at = _address(self._ends)
@@ -101,8 +102,8 @@ class NativeTree:
         return held
 
     def insert(self, keys: Sequence[int], count: int, held: int | None, capacity: int) -> int:
-        """Hold the first `count` chunks, of which it holds `held` already (None: as `match` says), then evict what is
-        more than `capacity` bytes. Returns `held`."""
+        """Insert the first `count` chunks, of which the tree already holds the first `held` (None: compute it with
+        `match`). Then evict the least recently used chunks beyond `capacity` bytes. Returns `held`."""
         numbers = _numbers(keys)
         at, size = numbers.buffer_info()
         found: int = self._insert(self._tree, at, size, count, -1 if held is None else held, self._ends_at, capacity)
@@ -114,17 +115,22 @@ class NativeTree:
 
 @cache
 def open_library() -> ctypes.PyDLL:
-    """Open the compiled code. Raises Unavailable if it was not built, or from other sources than those here."""
+    """Open the compiled code. Raises Unavailable if it was not built, or if its sources differ or cannot be read."""
     file = _HERE / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not file.is_file():
         raise Unavailable("the router's compiled code was not built; install a C++ compiler and reinstall Quire")
     try:
-        library = ctypes.PyDLL(str(file))  # keeps Python's lock: a call is shorter than getting it back
+        library = ctypes.PyDLL(str(file))  # keeps the GIL: a call takes less time than acquiring it again
     except OSError as error:
         raise Unavailable(f"the router's compiled code does not load: {error}") from None
     if hasattr(library, "quire_router_source"):
         library.quire_router_source.restype = c_char_p
-        if library.quire_router_source().decode() == digest_of_sources(_HERE):
+        try:
+            digest = digest_of_sources(_HERE)
+        except OSError as error:
+            reason = f"the sources of the router's compiled code cannot be read: {error}; reinstall Quire"
+            raise Unavailable(reason) from None
+        if library.quire_router_source().decode() == digest:
             for name, arguments in _ARGUMENTS.items():
                 function = getattr(library, name)
                 function.argtypes, function.restype = arguments, None if name in _NOTHING else c_int64
@@ -134,7 +140,7 @@ def open_library() -> ctypes.PyDLL:
 
 
 def digest_of_sources(folder: Path) -> str:
-    """Return a digest of what the library is compiled from, flags included."""
+    """Return a digest of the compiler flags and of the source files of the library."""
     files = (folder / "native.cpp", *sorted(folder.glob("*.h")))
     return hashlib.sha256(b"".join((" ".join(COMPILE).encode(), *map(Path.read_bytes, files)))).hexdigest()
 

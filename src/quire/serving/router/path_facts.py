@@ -1,4 +1,4 @@
-"""What the method, the path and the headers of a request tell."""
+"""Routing facts derived from the method, path and headers of a request."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from quire.serving.http.guard import is_for_admins
 from quire.serving.http.key_ring import KEY_HEADERS
 
 _STORED = re.compile(r"/(?:responses|files|batches)/([^/?]+)")
-_OF_TENANT = re.compile(r"/(?:files|batches)(?:/|$)")  # lists and uploads: one replica for each tenant
+_OF_TENANT = re.compile(r"/(?:files|batches)(?:/|$)")  # lists and uploads: all those of one tenant go to one replica
 _JSON = (b"application/json", b"text/json", b"")
-_KEPT_PATH = 200  # characters of a path whose facts are kept
+_KEPT_PATH = 200  # longest path, in characters, whose facts are cached
 
 
 class PathFacts(NamedTuple):
-    """What the method and the path of a request tell."""
+    """Routing facts of a method and a path."""
 
-    may_repeat: bool  # whether it can be sent again if it may have arrived
-    stored: str  # the name of a stored response, file or batch
-    is_of_tenant: bool  # a list or an upload: all those of a tenant go to one replica
+    may_repeat: bool  # the request may be sent again even if a replica has received it
+    stored: str  # name of the stored response, file or batch in the path; "": none
+    is_of_tenant: bool  # about files or batches: lists and uploads of a tenant go to one replica
     is_admin: bool
-    changes_replica: bool  # the client must say which one
+    changes_replica: bool  # changes one replica, which the client must name
     is_fork: bool
 
 
 def read_path(method: str, path: str) -> PathFacts:
-    """What a path tells. Generating text changes nothing, so it can be repeated."""
+    """Return the facts of a method and a path. Generating text changes no state, so such a request may be repeated."""
     return _read_path(method, path) if len(path) <= _KEPT_PATH else _read_path.__wrapped__(method, path)
 
 
@@ -47,12 +47,12 @@ def _read_path(method: str, path: str) -> PathFacts:
 
 
 class HeadFacts(NamedTuple):
-    """What the head of a request tells."""
+    """Routing facts of a request's head."""
 
     path: PathFacts
-    may_be_json: bool  # the body
-    tenant: bytes  # what separates the caches of clients: their API key
-    asked: str | None  # the replica that the client names
+    may_be_json: bool  # by the content type, the body may be JSON
+    tenant: bytes  # the API key; clients with different keys share no cache
+    asked: str | None  # the replica that the client names in X-Replica
 
 
 def read_head(method: str, path: str, headers: Mapping[bytes, bytes]) -> HeadFacts:

@@ -1,4 +1,4 @@
-// The prefix tree of prefix_tree.py, compiled: keys of chunks in the order of their last use.
+// The compiled form of PythonTree in prefix_tree.py: chunk keys in a hash table with open addressing, on an LRU list.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,7 +14,7 @@ class PrefixTree {
     int64_t size() const { return static_cast<int64_t>(size_); }
 
     void clear() {
-        entries_.assign(1, {});  // the first stands between the newest and the oldest
+        entries_.assign(1, {});  // entry 0 is the list head, between the newest and the oldest
         slots_.assign(64, 0);
         unused_ = 0;
         size_ = 0;
@@ -33,7 +33,8 @@ class PrefixTree {
         return low;
     }
 
-    // Holds `count` chunks, of which it holds the first `held` already. `ends`: where chunks end, after a 0.
+    // Insert the first `count` chunks and make them the most recently used. The tree already holds the first `held` of
+    // them. `ends[i]` is the number of bytes in the first i chunks of a prompt.
     void insert(const int64_t* keys, int64_t count, int64_t held, const int64_t* ends) {
         for (int64_t place = count - 1; place >= held; --place) add(keys[place], ends[place + 1] - ends[place]);
         for (int64_t place = held - 1; place >= 0; --place) {
@@ -51,7 +52,7 @@ class PrefixTree {
   private:
     struct Entry {
         int64_t key, bytes;
-        uint32_t newer, older;  // of the unused ones, `newer` is the next unused one
+        uint32_t newer, older;  // in a free entry, `newer` is the next free entry
     };
 
     size_t slot_of(int64_t key) const {
@@ -59,7 +60,7 @@ class PrefixTree {
     }
     size_t after(size_t slot) const { return (slot + 1) & (slots_.size() - 1); }
 
-    // The entry of a key; 0: there is none.
+    // Return the index of a key's entry, or 0 if the key is not held.
     uint32_t find(int64_t key) const {
         size_t slot = slot_of(key);
         while (slots_[slot] != 0 && entries_[slots_[slot]].key != key) slot = after(slot);
@@ -97,7 +98,7 @@ class PrefixTree {
     void remove(uint32_t entry) {
         size_t slot = slot_of(entries_[entry].key);
         while (slots_[slot] != entry) slot = after(slot);
-        // closes the gap: moves back what was put behind it for want of room
+        // closes the gap: moves back the entries that linear probing had placed after it
         for (size_t next = after(slot); slots_[next] != 0; next = after(next)) {
             const size_t home = slot_of(entries_[slots_[next]].key);
             const bool is_between = slot < next ? slot < home && home <= next : slot < home || home <= next;
@@ -118,7 +119,7 @@ class PrefixTree {
         entries_[entries_[entry].older].newer = entries_[entry].newer;
     }
 
-    // The oldest is `newer` than the first entry, and the newest `older`: they are a ring.
+    // The list is a ring through entry 0: `newer` of entry 0 is the oldest entry, and its `older` is the newest.
     void link_newest(uint32_t entry) {
         const uint32_t newest = entries_[0].older;
         entries_[entry].older = newest;
@@ -128,7 +129,7 @@ class PrefixTree {
     }
 
     std::vector<Entry> entries_;
-    std::vector<uint32_t> slots_;  // the entry of a key, near the place that its hash names; 0: none
+    std::vector<uint32_t> slots_;  // hash table with linear probing: entry indices, 0 in a free slot
     uint32_t unused_ = 0;
     size_t size_ = 0;
     int64_t num_bytes_ = 0;

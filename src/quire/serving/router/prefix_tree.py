@@ -1,4 +1,4 @@
-"""What a replica's prefix cache probably holds, as far as the router can know: what it sent there, and when."""
+"""An estimate of what a replica's prefix cache holds, from the prompts that the router sent it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from itertools import pairwise
 from quire.serving.router.native import NativeTree, Unavailable
 from quire.serving.router.prompt_keys import CHUNK_BYTES, CHUNK_ENDS, num_chunks
 
-MAX_CAPACITY = 2**40  # bytes: so many that NativeTree counts its chunks in 32 bits
+MAX_CAPACITY = 2**40  # bytes; NativeTree can then index its chunks with 32 bits
 _SIZES = [end - start for start, end in pairwise(CHUNK_ENDS)]
-Keys = Sequence[int]  # of the chunks of a prompt; each names its chunk and all before it
+Keys = Sequence[int]  # of the chunks of a prompt; a key identifies its chunk and all before it
 
 
 class PrefixTree:
-    """An approximate prefix tree of one replica. A key names a chunk and all chunks before it, so the tree needs no
-    edges: it is the set of its keys, in the order of their last use.
+    """An approximate prefix tree of one replica. A key identifies a chunk and all chunks before it, so the tree needs
+    no edges: it is an LRU-ordered set of keys.
 
-    A chunk is always used after those that follow it, so eviction takes leaves first, and a key that is held implies
-    all before it. `match` relies on that: it searches for the end of the match in log time.
+    `insert` touches the chunks of a prompt from the last to the first. So eviction removes leaves first, and if a key
+    is held, all keys before it are held. `match` relies on that: it finds the end of the match by binary search.
     """
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: bytes of prompts that the tree holds at most."""
+        """`capacity`: most bytes of prompts that the tree holds."""
         self._keys = _open_tree()
-        self.match = self._keys.match  # the number of leading chunks of some that the tree holds
+        self.match = self._keys.match  # (keys) -> how many leading chunks the tree holds
         self.capacity = _bounded(capacity)
 
     def __len__(self) -> int:
@@ -36,8 +36,9 @@ class PrefixTree:
         return self._keys.num_bytes
 
     def insert(self, keys: Keys, held: int | None = None) -> int:
-        """Hold these chunks, as those used last. Evicts what does not fit, and of a prompt larger than the tree its
-        end. `held`: what `match` says of them just now, which is returned."""
+        """Insert these chunks as the most recently used and evict the least recently used beyond the capacity. Of a
+        prompt larger than the capacity, only the beginning is inserted. `held`: the current result of `match` for these
+        keys; None: compute it. Returns `held`."""
         count, capacity = len(keys), self.capacity
         if CHUNK_ENDS[count] > capacity:
             count = num_chunks(capacity)
@@ -48,15 +49,15 @@ class PrefixTree:
         self._keys.insert((), 0, 0, self.capacity)
 
     def clear(self) -> None:
-        """The replica lost its cache: it was restarted."""
+        """Remove all keys, because the replica lost its cache."""
         self._keys.clear()
 
 
 class PythonTree:
-    """Keys of chunks in the order of their last use: `NativeTree` without a compiler."""
+    """Does what `NativeTree` does, where the compiled code is not available."""
 
     def __init__(self) -> None:
-        self._used: OrderedDict[int, int] = OrderedDict()  # the bytes of each chunk, least recently used first
+        self._used: OrderedDict[int, int] = OrderedDict()  # bytes of the chunk by key, least recently used first
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -78,8 +79,8 @@ class PythonTree:
         return low
 
     def insert(self, keys: Keys, count: int, held: int | None, capacity: int) -> int:
-        """Hold the first `count` chunks, of which it holds `held` already (None: as `match` says), then evict what is
-        more than `capacity` bytes. Returns `held`."""
+        """Insert the first `count` chunks, of which the tree already holds the first `held` (None: compute it with
+        `match`). Then evict the least recently used chunks beyond `capacity` bytes. Returns `held`."""
         used, touch = self._used, self._used.move_to_end
         held = self.match(keys) if held is None else held
         if held < count:
@@ -104,7 +105,7 @@ class PythonTree:
 
 
 def _bounded(capacity: int) -> int:
-    """Return the capacity of a tree. What a replica or a setting says of a cache may be any number."""
+    """Limit a capacity, which a replica reports or a setting gives, to [CHUNK_BYTES, MAX_CAPACITY]."""
     return min(max(capacity, CHUNK_BYTES), MAX_CAPACITY)
 
 

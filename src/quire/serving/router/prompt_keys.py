@@ -1,4 +1,4 @@
-"""Reads of a request what decides where it goes: its model, its prompt as a chain of keys, and its session."""
+"""Parses what the choice of a replica depends on: the model, the prompt as a chain of chunk keys, and the session."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import msgspec
 
 from quire.serving.router.native import NUM_FOUND, NativeReader, Unavailable
 
-CHUNK_BYTES = 512  # of a prompt: the least that one key names, after all before it
-MAX_PROMPT_BYTES = 2 * 2**20  # of one prompt; what lies behind them is not looked at
-_GROWTH = 8  # a chunk is so small a part of what stands before it, or CHUNK_BYTES: long prompts need few keys
+CHUNK_BYTES = 512  # smallest chunk of a prompt; each chunk has one key
+MAX_PROMPT_BYTES = 2 * 2**20  # of one prompt; the rest has no keys
+_GROWTH = 8  # a chunk has 1/8 of the bytes before it, at least CHUNK_BYTES: long prompts need few keys
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user", "cache_salt")
 _ANSWER_FIELDS = ("previous_response_id", "input_file_id")
 _PROMPT_FIELDS = ("prompt", "input", "input_ids", "text", "texts", "query", "documents", "content", "input_prefix")
@@ -27,17 +27,17 @@ _decode = msgspec.json.Decoder().decode
 
 @dataclass(slots=True)
 class Prompt:
-    """What the router knows of a request. `keys` name the chunks of its prompt, from the first."""
+    """The routing data of a request. `keys` are those of the prompt's whole chunks, from the first."""
 
     model: str = ""
     keys: Sequence[int] = ()
-    num_bytes: int = 0  # of the prompt, as the router renders it
-    session: str = ""  # the client's name for its session or user, or its salt
-    answer_id: str = ""  # of a stored answer or file that the request needs
+    num_bytes: int = 0  # of the prompt text as `_parts` builds it
+    session: str = ""  # from X-Session-Id, session_id, prompt_cache_key, user or cache_salt
+    answer_id: str = ""  # of a stored response, file or request that this request names
 
 
 def _chunk_ends() -> list[int]:
-    """Where a prompt's first chunks end, as many bytes as that: 0 for no chunk, then for one, two and so on."""
+    """Return a list whose item i is the number of bytes in the first i chunks of a prompt."""
     ends = [0]
     while ends[-1] < MAX_PROMPT_BYTES:
         ends.append(ends[-1] + max(ends[-1] // _GROWTH // CHUNK_BYTES, 1) * CHUNK_BYTES)
@@ -49,7 +49,7 @@ _CHUNKS = [slice(*ends) for ends in pairwise(CHUNK_ENDS)]
 
 
 def num_chunks(num_bytes: int) -> int:
-    """The whole chunks in so many bytes."""
+    """Return the number of whole chunks in the first `num_bytes` bytes of a prompt."""
     return bisect_right(CHUNK_ENDS, num_bytes) - 1
 
 
@@ -60,17 +60,19 @@ def _open_reader() -> NativeReader | str:
         return str(reason)
 
 
-_READER = _open_reader()  # or why there is none
+_READER = _open_reader()  # a str is the reason why there is none
 
 
 def why_not_compiled() -> str | None:
-    """Return one line saying why bodies are read by msgspec alone; None where they are read by the compiled reader."""
+    """Return the reason, in one line, why bodies are parsed by msgspec alone; None if the compiled reader parses
+    them."""
     return _READER if isinstance(_READER, str) else None
 
 
 def read_prompt(body: bytes, headers: Mapping[bytes, bytes], tenant: bytes, *, is_fork: bool = False) -> Prompt:
-    """Read a JSON body. A body that is none has no keys: the replica says what is wrong with it. `is_fork`: its
-    request_id names a request that a replica has; elsewhere a client names its own request so."""
+    """Parse a JSON body. Invalid JSON gives a prompt without keys: the replica reports the error. `is_fork`:
+    `request_id` names an earlier request at a replica; on other paths it is the client's id for this request and is
+    ignored."""
     session = headers[b"x-session-id"].decode("latin-1") if b"x-session-id" in headers else ""
     if not isinstance(_READER, str) and (found := _READER.read(body, tenant, is_fork=is_fork)):
         model_at, model_end, session_at, session_end, answer_at, answer_end, num_bytes = found[:NUM_FOUND]
@@ -85,7 +87,7 @@ def read_prompt(body: bytes, headers: Mapping[bytes, bytes], tenant: bytes, *, i
 
 
 def read_by_msgspec(body: bytes, session: str, tenant: bytes, *, is_fork: bool) -> Prompt:
-    """Do what `read_prompt` does, for every body. `session`: that of the headers."""
+    """Parse any JSON body like `read_prompt`, without the compiled reader. `session`: that of the headers, or empty."""
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -94,7 +96,7 @@ def read_by_msgspec(body: bytes, session: str, tenant: bytes, *, is_fork: bool) 
         return Prompt(session=session)
     text = b"\0".join(_parts(fields))
     model = _text(fields.get("model")) or _text(fields.get("lora_path"))
-    if not is_fork and _NAMING.isdisjoint(fields):  # as in most requests
+    if not is_fork and _NAMING.isdisjoint(fields):  # the usual case
         return Prompt(model, chunk_keys(_root(tenant, "", model), text), len(text), session)
     root = _root(tenant, _text(fields.get("cache_salt")), model)
     session = session or _first_text(fields, _SESSION_FIELDS)
@@ -109,10 +111,10 @@ def _root(tenant: bytes, salt: str, model: str) -> int:
 
 
 def chunk_keys(root: int, text: bytes) -> Sequence[int]:
-    """The keys of whole chunks of `text`; the rest, shorter than a chunk, has none. `root` separates prompts that share
-    no cache: of other models, tenants and salts.
+    """Return the keys of the whole chunks of `text`; the rest, shorter than a chunk, has none. `root` separates prompts
+    that cannot share a cache: those of different models, tenants and salts.
 
-    A keyed hash of 64 bits is enough: two prompts that collide are sent to the same replica, and nothing else.
+    A keyed hash of 64 bits is enough: a collision only sends a prompt to a replica that does not have its prefix.
     """
     if not isinstance(_READER, str):
         return _READER.chunk_keys(root, text)
@@ -121,7 +123,8 @@ def chunk_keys(root: int, text: bytes) -> Sequence[int]:
 
 
 def _parts(fields: dict[str, Any]) -> list[bytes]:
-    """The prompt in pieces, in the order in which chat templates render it, each in one canonical form."""
+    """Return the parts of the prompt in the order in which chat templates render them: strings as text, other values as
+    compact JSON."""
     parts = [] if _ANY_BEFORE.isdisjoint(fields) else [_bytes(fields[name]) for name in _BEFORE if name in fields]
     for name in _MESSAGES:
         value = fields.get(name)

@@ -1,4 +1,4 @@
-"""Sends a request to the replica chosen for it, and to another one if that fails before its first byte."""
+"""Forwards a request to a chosen replica, and to another one if that replica fails before its first byte."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ logger = logging.getLogger("quire.router")
 
 _DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"x-replica"}
 _OF_KEY = frozenset({*KEY_HEADERS, CLIENT_HEADER})
-_MAX_FORWARDED = 8  # replicas for which a head is kept
+_MAX_FORWARDED = 8  # most cached forms of one head, by replica address and client
 
 
 @dataclass(slots=True)
 class ProxyCounts:
-    """Counts of the router as a whole."""
+    """Request counts of the whole router."""
 
     requests: int = 0
     retries: int = 0  # attempts after the first
-    stale: int = 0  # kept connections that had ended; tried again with the same replica
-    refused: int = 0  # requests that no replica took
-    errors: int = 0  # requests that the router refused itself
+    stale: int = 0  # reused connections that had closed; retried with the same replica
+    refused: int = 0  # requests that no replica answered
+    errors: int = 0  # requests that the router itself answered with an error
 
 
 class Search(NamedTuple):
-    """What a request needs that only one replica has: a stored response, file, batch or request, by name."""
+    """A stored response, file, batch or request that a request names and that only one replica has."""
 
     name: str = ""
-    home: Replica | None = None  # the replica that has it, where the router knows
-    is_open: bool = False  # whether replicas are asked one after the other until one has it
+    home: Replica | None = None  # the replica that has it; None: not known
+    is_open: bool = False  # whether to try the replicas one after the other until one has it
 
 
 _NO_SEARCH = Search()
@@ -55,33 +55,33 @@ _NO_SEARCH = Search()
 
 @dataclass(slots=True)
 class Job:
-    """A request, and what became of it so far."""
+    """A request and the state of its attempts."""
 
     request: Request
     client: ClientConnection
     prompt: Prompt
     search: Search
     facts: PathFacts
-    left: int  # attempts
+    left: int  # attempts left
     tried: list[Replica] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    refusals: dict[str, Outcome] = field(default_factory=dict)  # the last of each kind
-    counted: Replica | None = None  # whose load has this request in it
+    refusals: dict[str, Outcome] = field(default_factory=dict)  # by kind, the last outcome without an answer
+    counted: Replica | None = None  # the replica whose `load` includes this request
 
 
 class Proxy:
-    """Every attempt goes to a replica that was not tried before. What has begun to be answered is never repeated, and
-    neither is a request that changes something and may have arrived (uploads, batches, /admin)."""
+    """Forwards requests. Each attempt of a request goes to a replica that was not tried before. A request is not sent
+    again once its response has begun, or if it changes state and may have arrived (uploads, batches, /admin)."""
 
     def __init__(self, config: RouterConfig, replicas: ReplicaSet, chooser: Chooser) -> None:
         self._config, self._replicas, self._chooser = config, replicas, chooser
         self.counts = ProxyCounts()
 
     def forward(self, request: Request, client: ClientConnection) -> None:
-        """Answer a request through a replica. Raises ApiError where none can be asked.
+        """Answer a request through a replica. Raises ApiError if no replica can be asked.
 
-        Where a connection to the replica is open, callbacks do it all. A task goes on where something must be waited
-        for: a connection, a replica that comes up, another attempt.
+        If a connection to the replica is open, callbacks handle the whole request. A task takes over if it has to wait
+        for a new connection, for a replica to come up, or for another attempt.
         """
         self.counts.requests += 1
         facts = request.head.facts
@@ -91,7 +91,7 @@ class Proxy:
         if choice is None:
             self._go_on(job)
             return
-        self._begin(job, choice)  # at once: whoever chooses next must see the load
+        self._begin(job, choice)  # before anything waits: the next choice must see this load
         try:
             connection = self._take_idle(job, choice)
             if connection is None:
@@ -103,18 +103,20 @@ class Proxy:
             raise
 
     def _go_on(self, job: Job, choice: Choice | None = None, *, is_stale: bool = False) -> None:
-        """Let a task go on. It may be cancelled before its first step, so its end gives the load back."""
+        """Continue the request in a task. When the task ends, even if cancelled before its first step, the load is
+        released."""
         work = partial(self._forward, job, choice, is_stale=is_stale)
         task = job.client.go_on(self.guard(work, job.request, job.client))
         task.add_done_callback(lambda _: self._release(job))
 
     def _take_idle(self, job: Job, choice: Choice) -> ReplicaConnection | None:
-        """A kept connection may end just now, and then nobody knows whether the request arrived."""
+        """Return an idle connection, or None. A request that must not be repeated gets none: a reused connection may be
+        closing, and then the router cannot know whether the request arrived."""
         return self._replicas.pool(choice.replica).take_idle() if job.facts.may_repeat else None
 
     def _sent(self, job: Job, choice: Choice, outcome: Outcome) -> None:
-        """The first attempt has ended. A task does what more there is to do."""
-        if outcome.kind == "done" and not job.search.is_open:  # as most are
+        """Handle the end of the first attempt. Starts a task if another attempt is needed."""
+        if outcome.kind == "done" and not job.search.is_open:  # the usual case
             self._release(job)
             job.client.complete()
         elif outcome.kind == "failed" and outcome.is_stale:
@@ -125,8 +127,8 @@ class Proxy:
             self._go_on(job)
 
     async def _forward(self, job: Job, choice: Choice | None, *, is_stale: bool) -> None:
-        """Answer a request from an attempt on. `choice`: of that attempt, which was counted. `is_stale`: its connection
-        had ended before the replica saw the request."""
+        """Make the remaining attempts of a request. `choice` is an attempt that `_begin` has counted; None: choose one.
+        `is_stale`: its reused connection had closed before the replica saw the request."""
         clock = asyncio.get_running_loop().time
         until = clock() + self._config.waits.connect
         while job.left:
@@ -143,7 +145,8 @@ class Proxy:
         self._refuse(job)
 
     def _refuse(self, job: Job) -> None:
-        """Answer a request that no replica answered. Raises ApiError where no replica gave a reason."""
+        """Refuse a request that no replica answered: pass on a replica's refusal if there is one, else raise
+        ApiError."""
         self.counts.refused += 1
         failures, refusals = job.failures, job.refusals
         if "late" in refusals:
@@ -160,14 +163,14 @@ class Proxy:
         raise ApiError(503, _nobody(failures), code="no_replica", headers=((b"retry-after", b"1"),))
 
     async def guard(self, work: Callable[[], Awaitable[None]], request: Request, client: ClientConnection) -> None:
-        """Do the work of one request, and answer what it raises."""
+        """Run `work` for a request. If it raises, answer the request with the error."""
         try:
             await work()
-        except Exception as error:  # noqa: BLE001 - of one request
+        except Exception as error:  # noqa: BLE001 - ends only this request
             self.reply_error(request, client, error)
 
     def reply_error(self, request: Request, client: ClientConnection, error: Exception) -> None:
-        """Answer with an error; one that is no ApiError is logged and not told."""
+        """Answer with an error. One that is not an ApiError is logged, and the client gets a general internal error."""
         if isinstance(error, ApiError):
             self.counts.errors += 1
         else:
@@ -178,7 +181,7 @@ class Proxy:
 
     # ---------------------------------------------------------------------------------------------- one attempt
     def _begin(self, job: Job, choice: Choice) -> None:
-        """Count an attempt."""
+        """Count an attempt and add it to the load of its replica."""
         replica, counts = choice.replica, choice.replica.counts
         self.counts.retries += bool(job.tried)
         job.tried.append(replica)
@@ -190,7 +193,7 @@ class Proxy:
         counts.by_reason[choice.reason] = counts.by_reason.get(choice.reason, 0) + 1
 
     def _release(self, job: Job) -> None:
-        """The request is no longer with a replica. Does nothing where it is with none."""
+        """Take the request off the load of its replica. Does nothing if it is on none."""
         replica, job.counted = job.counted, None
         if replica is not None:
             replica.load -= 1
@@ -198,8 +201,8 @@ class Proxy:
                 self._replicas.forget_if_done(replica)
 
     def _end(self, job: Job, choice: Choice, outcome: Outcome) -> bool:
-        """Count how an attempt ended, and return whether the request has an answer. `left` of the job is 0 where no
-        other replica may be asked."""
+        """Count the outcome of an attempt. Returns whether the request is answered. Sets `job.left` to 0 if no other
+        replica may be asked."""
         replica, counts, kind = choice.replica, choice.replica.counts, outcome.kind
         self._release(job)
         if kind == "done":
@@ -221,7 +224,7 @@ class Proxy:
             counts.busy += 1
             return False
         counts.failures += 1
-        if kind == "late":  # it may be healthy: its health checks tell
+        if kind == "late":  # it may be healthy: only its health checks mark it down
             logger.warning("replica %s %s", replica.name, outcome.reason)
             job.left = 0
             return False
@@ -233,7 +236,8 @@ class Proxy:
         return False
 
     async def _attempt(self, job: Job, choice: Choice, *, is_stale: bool = False) -> Outcome:
-        """Send a request that was counted. `is_stale`: a kept connection had ended."""
+        """Send a request that `_begin` has counted and return the outcome. `is_stale`: a reused connection had closed,
+        so a new one is opened."""
         while True:
             self.counts.stale += is_stale
             connection = None if is_stale else self._take_idle(job, choice)
@@ -272,9 +276,9 @@ class Proxy:
             raise
 
     def _head(self, request: Request, replica: Replica) -> bytes:
-        """The request line and the headers for a replica, all but the content-length. They are kept with the head,
-        which clients send again and again. A UNIX socket has no name: it gets the client's Host. Only the replica's own
-        admin keys open its admin paths, so these are always the client's."""
+        """Return the request line and headers for a replica, without content-length. They are cached with the request
+        head, because clients repeat the same head. A replica on a UNIX socket has no host name and gets the client's
+        Host. Requests to admin paths always keep the client's key: a replica accepts only its own admin keys there."""
         kept, place = request.head.forwarded, (replica.place, request.owner)
         if (lines := kept.get(place)) is not None:
             return lines
@@ -300,7 +304,8 @@ class Proxy:
 
     # ------------------------------------------------------------------------------------------------ choosing
     def _search(self, prompt: Prompt, facts: HeadFacts) -> Search:
-        """What a request looks for. Raises ApiError where the replica that has it is known and cannot be asked."""
+        """Return the stored object that a request names. Raises ApiError if the replica that has it takes no
+        requests."""
         name = prompt.answer_id or facts.path.stored
         if not name:
             return _NO_SEARCH
@@ -313,8 +318,8 @@ class Proxy:
         return Search(name, home, home is None)
 
     def _choose(self, job: Job) -> Choice | None:
-        """The replica for the next attempt; None: there is none to ask. Raises ApiError for one that the client asked
-        for and that cannot be had."""
+        """Return the replica for the next attempt, or None if there is none left. Raises ApiError if the client named a
+        replica that takes no requests, or had to name one and did not."""
         request, search, tried, facts = job.request, job.search, job.tried, job.facts
         usable = self._replicas.usable(tried)
         if request.owner and self._config.replica_key is not None and (search.name or facts.is_of_tenant):
@@ -338,8 +343,8 @@ class Proxy:
         return self._chooser.choose(usable, job.prompt)
 
     def _keeping_owners(self, usable: Sequence[Replica]) -> list[Replica]:
-        """The replicas that keep what they store apart by client, though all requests bring the router's key. Raises
-        ApiError where all of those that could be asked have said that they do not."""
+        """Return the replicas that separate stored objects by client although all requests carry the router's key.
+        Raises ApiError if all of `usable` have reported that they do not."""
         keeping = [replica for replica in usable if replica.keeps_owners]
         if usable and all(replica.keeps_owners is False for replica in usable):
             message = (
@@ -357,7 +362,7 @@ class Proxy:
             names = ", ".join(replica.name for replica in usable[:8])
             raise ApiError(
                 404,
-                f"x-replica: {name[:64]!a} is no replica that takes requests; there are: {names}; leave the header out",
+                f"x-replica: {name[:64]!a} does not take requests; replicas that do: {names}; leave the header out",
                 code="replica_not_found",
                 param="x-replica",
             )

@@ -1,4 +1,4 @@
-"""The router's choice as a request router of Ray Serve: the longest expected match, under a bound on load."""
+"""The router's choice of a replica as a Ray Serve request router: the longest expected match, under a load bound."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quire.serving.router.replica import Replica
 
 
 class CacheAwareRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """Ranks the replica chosen for a prompt first and all others after it: Ray Serve goes on to them when the first
-    has as many requests as it may have. Requests are dicts with `headers` and `body`."""
+    """Ranks the replica that `Chooser` chooses first and all others after it, by load. Ray Serve tries them if the
+    first one has reached its request limit. Requests are dicts with `headers` and `body`."""
 
     def initialize_state(self, cache_tokens: int | None = None) -> None:
-        """Called by Ray Serve with `request_router_kwargs`."""
+        """Initialize the state. Ray Serve calls this with `request_router_kwargs`."""
         self._balance = BalanceConfig(cache_tokens=cache_tokens)
         self._chooser = Chooser(self._balance)
         self._trees: dict[str, Replica] = {}

@@ -1,9 +1,9 @@
-"""Quire as an application of Ray Serve: engines that scale with their load, behind the cache-aware router.
+"""Quire as a Ray Serve application: autoscaled engines behind the cache-aware router.
 
     serve run quire.serving.router.ray_serve:build_app model=qwen3-0.6b max_replicas=4
 
-Needs `pip install "ray[serve]"`. Two deployments: `Ingress` reads a request and passes its response on, `Engine` is a
-whole Quire server for each replica.
+Needs `pip install "ray[serve]"`. There are two deployments: `Ingress` reads requests and streams responses to clients;
+each replica of `Engine` is a whole Quire server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from quire.config.keys import KeySources
-from quire.config.router import ReplicaAddress, WaitConfig
+from quire.config.router import BalanceConfig, ReplicaAddress, WaitConfig
 from quire.config.server import ListenConfig, ServerConfig
 from quire.serving.http.errors import ApiError
 from quire.serving.process.child_process import ChildProcess
@@ -33,9 +33,9 @@ from quire.types.errors import ConfigError
 START_SECONDS = 600.0  # for an engine to load its model
 HEALTH_SECONDS = 5.0
 MAX_BODY_BYTES = 64 * 2**20
-MAX_BODIES_BYTES = 512 * 2**20  # of all requests that one ingress reads or has sent to an engine
-MAX_WAITING = 64  # pieces of one response that nobody has read
-_QUEUE_IS_FULL = "BackPressureError"  # Ray Serve's, beyond max_queued_requests
+MAX_BODIES_BYTES = 512 * 2**20  # of all request bodies that one ingress holds
+MAX_WAITING = 64  # pieces of one response in the queue; beyond it, reading from the server pauses
+_QUEUE_IS_FULL = "BackPressureError"  # name of the exception that Ray Serve raises beyond max_queued_requests
 ARGUMENTS: dict[str, Any] = {
     "model": "", "flags": "", "min_replicas": 1, "max_replicas": 1, "target_ongoing_requests": 16,
     "max_ongoing_requests": 256, "max_queued_requests": 1_024, "num_gpus": 0, "num_cpus": 1, "cache_tokens": None,
@@ -44,7 +44,7 @@ _DROPPED = HOP_BY_HOP | {b"host", b"content-length"}
 
 
 class Engine:
-    """One replica: a whole Quire server in processes of its own, reached through a UNIX socket on the same node."""
+    """One replica: starts a whole Quire server as child processes and talks to it through a UNIX socket."""
 
     def __init__(self, flags: list[str]) -> None:
         from ray import serve
@@ -73,7 +73,7 @@ class Engine:
         raise RuntimeError(f"the engine was not ready after {START_SECONDS:g} s")
 
     async def check_health(self) -> None:
-        """Called by Ray Serve; an exception has this replica replaced."""
+        """Check the server. Ray Serve calls this and replaces the replica if it raises."""
         if self._child.has_ended:
             raise RuntimeError("the engine's server has ended")
         async with asyncio.timeout(HEALTH_SECONDS):
@@ -82,13 +82,13 @@ class Engine:
                     raise RuntimeError(f"the engine answered /health with {piece[0]}")
 
     async def answer(self, request: dict[str, Any]) -> AsyncIterator[tuple[int, Headers] | bytes]:
-        """Yield the status and headers of a response, then its body as it comes. When the caller stops, the request
-        ends at the server too."""
+        """Send a request to the server. Yields the status and headers of the response, then the pieces of its body. If
+        the caller stops early, the request is aborted at the server."""
         body: bytes = request["body"]
         lines = [b"%b: %b\r\n" % (name, value) for name, value in request["headers"] if name not in _DROPPED]
         head = b"%b %b HTTP/1.1\r\nhost: localhost\r\n" % (request["method"].encode(), request["target"])
         path = unquote(request["target"].partition(b"?")[0].decode("latin-1"))
-        may_reuse = read_path(request["method"], path).may_repeat  # a kept connection may end just now
+        may_reuse = read_path(request["method"], path).may_repeat  # a reused connection may be closing
         connection = (self._pool.take_idle() if may_reuse else None) or await self._pool.connect()
         pieces = _Pieces(self._name, connection)
         connection.send(
@@ -110,8 +110,8 @@ class Engine:
 
 
 class _Pieces:
-    """A `Receiver` whose response is read piece by piece. While a reader does not keep up, nothing is read from the
-    server: at most `MAX_WAITING` pieces wait, and what one read of the connection adds to them."""
+    """A `Receiver` that queues the pieces of a response. While `MAX_WAITING` pieces are queued, reading from the server
+    pauses; the queue can exceed that by the pieces of one socket read."""
 
     def __init__(self, name: bytes, connection: ReplicaConnection) -> None:
         self._name, self._connection = name, connection
@@ -144,13 +144,13 @@ class _Pieces:
 
 
 class Ingress:
-    """Reads a request whole, asks an engine, and passes its response on. An engine that fails before its first byte is
-    replaced by another, once, unless the request may have changed something. Beyond `MAX_BODIES_BYTES` of bodies, or
-    when more requests wait for engines than may, requests are refused."""
+    """Reads whole requests, sends each to an engine, and streams the response to the client. If an engine fails before
+    the first byte, the request is sent to another engine once, unless it may have changed state. Requests are refused
+    with 429 beyond `MAX_BODIES_BYTES` of bodies, and with 503 if too many requests wait for an engine."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine.options(method_name="answer", stream=True)
-        self._held_bytes = 0  # of bodies, of all requests
+        self._held_bytes = 0  # bytes of bodies of all current requests
 
     async def __call__(self, request: Any) -> Any:
         chunks: list[bytes] = []
@@ -164,7 +164,9 @@ class Ingress:
                     message = f"body: is larger than {MAX_BODY_BYTES} bytes; send less"
                     return _error(request, 413, message, "body_too_large")
                 if self._held_bytes > MAX_BODIES_BYTES:
-                    return _error(request, 429, "body: the ingress holds too many; try again later", "bodies_full")
+                    return _error(
+                        request, 429, "body: the ingress holds too many bytes of bodies; try again later", "bodies_full"
+                    )
             return await self._ask(request, b"".join(chunks))
         finally:
             self._held_bytes -= sum(map(len, chunks))
@@ -184,7 +186,7 @@ class Ingress:
             pieces = self._engine.remote(asked)
             try:
                 status, headers = await anext(aiter(pieces))
-            except Exception as failure:  # noqa: BLE001 - Ray wraps whatever ended the engine
+            except Exception as failure:  # noqa: BLE001 - Ray wraps the exception that ended the engine
                 name = type(failure).__name__
                 if left and name != _QUEUE_IS_FULL:
                     continue
@@ -205,29 +207,36 @@ def _error(request: Any, status: int, message: str, code: str) -> Any:
 
 
 def serve_config(flags: list[str]) -> ServerConfig:
-    """The server that the flags of `quire serve` describe. Raises ConfigError."""
+    """Parse flags of `quire serve` into a configuration. Raises ConfigError, also for API keys and --replicas."""
     from quire.serving.cli import _parser
     from quire.serving.cli.serve import server_config
 
     config, _ = server_config(_parser().parse_args(["serve", *flags]))
     if config.access.key_digests or config.access.admin_digests or config.replicas > 1:
-        raise ConfigError("flags", "keys and replicas belong to Ray Serve here", "leave them out")
+        raise ConfigError(
+            "flags", "cannot contain API keys or --replicas: Ray Serve starts the replicas", "leave them out"
+        )
     return config
 
 
 def build_app(args: dict[str, Any]) -> Any:
-    """The application, for `serve run` and `serve deploy`. `args`: `model`; `flags` of `quire serve` in one text;
-    `min_replicas` (1), `max_replicas` (1), `target_ongoing_requests` (16) and `max_ongoing_requests` (256) of engines;
-    `max_queued_requests` (1024) that wait for one, beyond which requests are refused with 503;
-    `num_gpus` (0) and `num_cpus` (1) of an engine; `cache_tokens` that the cache of one engine holds."""
+    """Build the application for `serve run` and `serve deploy`. Raises ConfigError.
+
+    `args` (default): `model`; `flags` of `quire serve` in one string; `min_replicas` (1), `max_replicas` (1),
+    `target_ongoing_requests` (16) and `max_ongoing_requests` (256) of the engines; `max_queued_requests` (1024), beyond
+    which requests are refused with 503; `num_gpus` (0) and `num_cpus` (1) of one engine; `cache_tokens`, the size of
+    one engine's prefix cache.
+    """
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
     if unknown := args.keys() - ARGUMENTS.keys():
-        raise ConfigError(min(unknown), "is no argument of the application", f"known: {', '.join(ARGUMENTS)}")
+        raise ConfigError(min(unknown), "is not an argument of the application", f"known: {', '.join(ARGUMENTS)}")
     given: dict[str, Any] = ARGUMENTS | args
     flags = [*([str(given["model"])] if given["model"] else []), *shlex.split(given["flags"])]
-    serve_config(flags)  # raises for what cannot be, before anything is started
+    serve_config(flags)  # raises ConfigError for invalid flags, before anything is started
+    cache_tokens = None if given["cache_tokens"] is None else int(given["cache_tokens"])
+    BalanceConfig(cache_tokens=cache_tokens)  # raises ConfigError for an invalid size
     engine = serve.deployment(
         name="Engine",
         ray_actor_options={"num_gpus": float(given["num_gpus"]), "num_cpus": float(given["num_cpus"])},
@@ -242,7 +251,7 @@ def build_app(args: dict[str, Any]) -> Any:
         health_check_timeout_s=HEALTH_SECONDS * 2,
         request_router_config=RequestRouterConfig(
             request_router_class="quire.serving.router.ray_router.CacheAwareRouter",
-            request_router_kwargs={"cache_tokens": given["cache_tokens"] and int(given["cache_tokens"])},
+            request_router_kwargs={"cache_tokens": cache_tokens},
         ),
     )(Engine)
     ingress = serve.deployment(name="Ingress", max_ongoing_requests=4_096, max_queued_requests=4_096,

@@ -1,4 +1,4 @@
-"""Passes the response of one replica to its client, byte for byte and as it comes."""
+"""Streams the response of one replica to its client without changing the bytes of the body."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from quire.serving.router.connections import Headers, ReplicaConnection
 from quire.serving.router.errors import error_event
 from quire.serving.router.replica import Replica
 
-MAX_HELD_EVENT = 2**20  # bytes of an event that is not whole; then it is passed on in pieces
-MAX_BUSY_BODY = 2**16  # bytes of a refusal that are kept while other replicas are asked
+MAX_HELD_EVENT = 2**20  # bytes of an incomplete event; a longer one is passed on in pieces
+MAX_BUSY_BODY = 2**16  # bytes of a 429 or 503 response that are kept while other replicas are tried
 _BUSY = (429, 503)
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,200})"')
-_ID_WITHIN = 1_024  # bytes of a response in which its id is looked for
+_ID_WITHIN = 1_024  # bytes of a response that are searched for its id
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How one attempt ended. failed: before the first byte, and another replica may be asked; late: nothing came before
-    the deadline, from a replica that may be healthy; busy: the replica refused, with the response that the client gets
-    if all refuse; missing: it does not have what the request names, and its response says so; broken: after the first
-    byte."""
+    """How one attempt ended.
+
+    done: the client has the whole response, or has disconnected. failed: the replica failed before the first byte, so
+    another one may be tried. late: no byte came before the deadline; the replica may be healthy. busy: the replica
+    answered 429 or 503; the client gets that response if all replicas refuse. missing: the replica answered 404 because
+    it does not have the object that the request names. broken: the replica failed after the first byte.
+    """
 
     kind: Literal["done", "failed", "late", "busy", "missing", "broken"]
     reason: str = ""
@@ -34,17 +37,17 @@ class Outcome:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
     never_sent: bool = False  # the replica has not seen the request
-    is_stale: bool = False  # the connection was kept from an earlier request and had ended since
+    is_stale: bool = False  # the reused connection had closed since its last request
 
 
 _DONE = Outcome("done", status=200)
 
 
 class Relay:
-    """One attempt: a `Receiver` of the replica's response that is the `ResponseSource` of the client.
+    """One attempt: the `Receiver` of the replica's response and the `ResponseSource` of the client's connection.
 
-    The head waits for the first byte of the body, so that a replica that fails in between can be replaced. Of a stream
-    of events whole events are passed on, so that an error can follow them.
+    The head is sent to the client with the first byte of the body, so another replica can be tried if this one fails
+    in between. Event streams are passed on in whole events, so an error event can follow them.
     """
 
     __slots__ = (
@@ -64,16 +67,16 @@ class Relay:
         on_id: Callable[[str, Replica], None] | None,
         on_end: Callable[[Outcome], None],
     ) -> None:
-        """`is_search`: another replica may have what the request names, so 404 is an outcome and no answer yet.
-        `on_id`: told the id of what the request made; None: it makes nothing, and ids in its response mean nothing.
-        `on_end`: told the outcome, once."""
+        """`is_search`: another replica may have the object that the request names, so a 404 is not passed on but ends
+        the attempt as missing. `on_id`: called with the id of the object that the request created; None: the request
+        creates none. `on_end`: called once with the outcome."""
         self._client, self._replica, self._path, self._waits = client, replica, path, waits
         self._has_body, self._on_id = has_body, on_id
         self._refusals = (*_BUSY, 404) if is_search else _BUSY
         self._time, self._on_end = client.time, on_end
         self._upstream: ReplicaConnection | None = None
         self._status, self._headers, self._framing = 0, Headers(), b""
-        self._kept = b""  # of an event that is not whole, or of a refusal
+        self._kept = b""  # an incomplete event, or the body of a refusal
         self._has_begun = self._is_paused = self._has_ended = False
         self._sent_at = self._heard_at = 0.0
 
@@ -84,7 +87,7 @@ class Relay:
         self._replica.waiting.add(self)
         upstream.send(data, self, has_body=self._has_body)
 
-    # ------------------------------------------------------------------------------------- from the replica
+    # ------------------------------------------------------------------------------------ Receiver: replica
     def head(self, status: int, headers: Headers) -> None:
         self._status, self._headers, self._heard_at = status, headers, self._time()
         for name, kind in headers:
@@ -135,17 +138,17 @@ class Relay:
         self._end(Outcome("broken", reason, self._status))
 
     def give_up(self, reason: str) -> None:
-        """The replica was found to be down before it answered."""
+        """Fail the attempt: the replica was marked down before it began its response."""
         self._stop_replica()
         self.failed(reason)
 
     def drop(self) -> None:
-        """Tell nobody anything more."""
+        """Detach from the replica and the client without calling `on_end`."""
         self._has_ended, self._upstream = True, None
         self._replica.waiting.discard(self)
         self._client.leave_source()
 
-    # ------------------------------------------------------------------------------------------- the works
+    # ------------------------------------------------------------------------------------------- internals
     def _begin(self, first: bytes) -> None:
         self._has_begun = True
         self._replica.waiting.discard(self)
@@ -158,7 +161,7 @@ class Relay:
             self._on_id(found[1].decode("latin-1"), self._replica)
 
     def _whole_events(self, data: bytes) -> bytes:
-        """What can be passed on: up to the end of the last whole event."""
+        """Return the kept bytes and `data` up to the end of the last whole event, and keep the rest."""
         if self._kept:
             data = self._kept + data
         end = data.rfind(self._framing) + len(self._framing)
@@ -180,9 +183,9 @@ class Relay:
             self._upstream.abort()
             self._upstream = None
 
-    # -------------------------------------------------------------------------------------- of the client
+    # ------------------------------------------------------------------------------- ResponseSource: client
     def client_gone(self) -> None:
-        """The client is gone: so must its request be, at once."""
+        """Abort the request at the replica: the client has disconnected."""
         self._stop_replica()
         self._end(Outcome("done", "the client is gone"))
 

@@ -1,4 +1,4 @@
-"""One replica as the router sees it: whether it may get requests, what it has to do, and what it probably caches."""
+"""The router's state of one replica: whether it takes requests, its load, and an estimate of its prefix cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.serving.router.prompt_keys import CHUNK_ENDS, Prompt
 
 
 class Waiting(Protocol):
-    """A request that a replica has and has not begun to answer."""
+    """A request sent to a replica whose response has not begun."""
 
     def give_up(self, reason: str) -> None: ...
 
@@ -28,8 +28,8 @@ class ReplicaCounts:
     busy: int = 0  # that it refused with 429 or 503
     health_failures: int = 0
     prompt_bytes: int = 0  # of all requests sent to it
-    matched_bytes: int = 0  # of these, what the router expected in its cache
-    by_reason: dict[str, int] = field(default_factory=dict)  # why it was chosen
+    matched_bytes: int = 0  # of these, bytes that the router expected in its cache
+    by_reason: dict[str, int] = field(default_factory=dict)  # requests by the reason of the choice
 
 
 class Replica:
@@ -39,7 +39,7 @@ class Replica:
         self.address, self.name, self.name_bytes = address, address.name, address.name.encode()
         self.host_bytes = None if address.socket is not None else address.authority.encode()  # the Host header
         self.base_path_bytes = address.base_path.encode()
-        self.place = self.host_bytes, self.base_path_bytes  # what of it stands in the heads of its requests
+        self.place = self.host_bytes, self.base_path_bytes  # the parts of the address that appear in request heads
         self._config = config
         self.load = 0
         self.is_up = True  # until a check or a request shows otherwise
@@ -47,9 +47,9 @@ class Replica:
         self.is_removed = False
         self.down_reason = ""
         self.checked_at: float | None = None  # when a health check last succeeded
-        self.models: frozenset[str] | None = None  # None: it has not said
-        self.cache_tokens: int | None = None  # None: it has not said
-        self.keeps_owners: bool | None = None  # what it stores, apart by the router's clients; None: it has not said
+        self.models: frozenset[str] | None = None  # None: not reported
+        self.cache_tokens: int | None = None  # None: not reported
+        self.keeps_owners: bool | None = None  # whether it separates stored objects by client; None: unknown
         self.counts = ReplicaCounts()
         self.waiting: set[Waiting] = set()
         self.busy_until = 0.0  # it asked not to be tried before
@@ -67,12 +67,12 @@ class Replica:
         return "draining" if self.is_draining else "up" if self.is_up else "down"
 
     def num_matched(self, prompt: Prompt) -> int:
-        """The bytes of a prompt that its cache probably holds."""
+        """Return how many leading bytes of a prompt its cache probably holds."""
         return CHUNK_ENDS[self.tree.match(prompt.keys)]
 
     def mark_down(self, reason: str, *, lost_cache: bool = True) -> None:
-        """Send it nothing until a health check succeeds. Requests that it has not begun to answer go elsewhere.
-        `lost_cache`: its process probably ended, and its cache with it."""
+        """Send the replica no requests until a health check succeeds. Requests whose response has not begun fail and
+        may go to another replica. `lost_cache`: its process has probably ended, so clear its prefix tree."""
         self.is_up, self.down_reason = False, reason
         if lost_cache:
             self.tree.clear()
@@ -84,12 +84,12 @@ class Replica:
         self.is_up, self.down_reason, self.checked_at = True, "", time.monotonic()
 
     def learn_cache(self, tokens: int | None) -> None:
-        """It says how many tokens its cache holds; None: it does not."""
+        """Set the size of its cache, in tokens, as the replica reports it; None: it does not."""
         if tokens != self.cache_tokens:
             self.cache_tokens = tokens
             self.tree.resize(self._capacity())
 
     def _capacity(self) -> int:
-        """The bytes of prompts that its cache holds: as the settings say, as it says itself, or a guess."""
+        """Return the estimated bytes of prompts in its cache: from the settings, else as reported, else the default."""
         tokens = self._config.cache_tokens or self.cache_tokens or DEFAULT_CACHE_TOKENS
         return int(tokens * self._config.bytes_per_token)

@@ -16,7 +16,8 @@ GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def replica_config(config: ServerConfig, place: int, directory: Path) -> ServerConfig:
-    """The settings of one replica: it listens on a UNIX socket in `directory`, and has folders of its own."""
+    """Return the settings of one replica: its UNIX socket in `directory`, its threads, and separate folders. Raises
+    ConfigError if a folder cannot be made."""
     name, engine = f"replica-{place}", config.engine
     changes: dict[str, object] = {}
     if engine.threads is None:
@@ -41,7 +42,8 @@ def replica_config(config: ServerConfig, place: int, directory: Path) -> ServerC
 def with_router_key(
     keys: KeySources, configs: Sequence[ServerConfig], key: str
 ) -> tuple[KeySources, list[ServerConfig]]:
-    """Let replicas take the key of the router's own questions. It is no client's: no prompt is pinned for it."""
+    """Add `key`, which the router uses for its own requests, to the keys of all replicas. Returns the new key sources
+    and configurations. As a router key it belongs to no client, so no prompt is pinned for it."""
     keys = replace(keys, router_keys=(key,))
     digests = keys.digests()._asdict()
     return keys, [replace(config, access=replace(config.access, **digests)) for config in configs]
@@ -56,8 +58,9 @@ def _folder(path: Path) -> str:
 
 
 def gpu_shares(config: ServerConfig, gpus: Sequence[str]) -> list[dict[str, str]]:
-    """The environment that gives each replica its GPUs, in turn. A replica needs as many as it has ranks. Raises
-    ConfigError where several would have to share one GPU and nobody said how much of it each gets."""
+    """Return for each replica the environment variable that assigns its GPUs, round robin, one GPU for each rank.
+    Raises ConfigError if there are too few GPUs, or if replicas share a GPU and --gpu-memory-utilization does not leave
+    memory for all of them."""
     count = config.replicas
     if not gpus or config.engine.device == "cpu":
         return [{} for _ in range(count)]
@@ -79,7 +82,7 @@ def gpu_shares(config: ServerConfig, gpus: Sequence[str]) -> list[dict[str, str]
 
 
 def _ranks(config: ServerConfig) -> int:
-    """Ranks of one engine: those of tensor parallelism times the stages of a pipeline."""
+    """Return the ranks of one engine: tensor parallel size times pipeline stages."""
     ranks = 1
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         ranks *= getattr(config.engine, name, None) or 1
@@ -87,7 +90,7 @@ def _ranks(config: ServerConfig) -> int:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, by number or name, without asking a driver."""
+    """Return the indices or names of the GPUs that this process may use, without initializing a driver."""
     given = child_environment().get(GPU_VARIABLE)
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip() and name.strip() != "-1"]

@@ -1,4 +1,4 @@
-"""Keeps the servers behind the router running: starts one again that ended, after a pause that grows."""
+"""Keeps the servers behind the router running: restarts a server that ended, after a delay that grows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from quire.serving.router.replica import Replica
 logger = logging.getLogger("quire.supervisor")
 
 POLL_SECONDS = 0.05
-EXIT_SECONDS = 5.0  # from the end of the drain to the end of a replica's process
+EXIT_SECONDS = 5.0  # that a replica's process may take to exit after its drain time
 _MODULE = "quire.serving.router.replica_main"
 
 
 @dataclass(slots=True)
 class KeptReplica:
-    """One replica through all its processes."""
+    """The state of one replica across restarts of its process."""
 
     replica: Replica
     config: ServerConfig
@@ -41,7 +41,8 @@ class KeptReplica:
 
 
 class ReplicaKeeper:
-    """`run` polls all processes until `stop`. `failure` says why a replica cannot start at all."""
+    """Starts and restarts the processes of all replicas. `run` polls them until `stop`. `failure` is the reason why a
+    replica cannot start at all; None: no such failure."""
 
     def __init__(self, kept: list[KeptReplica], keys: KeySources) -> None:
         self._kept, self._keys = kept, keys
@@ -54,7 +55,7 @@ class ReplicaKeeper:
 
     @property
     def phase(self) -> str:
-        """What the first replica that loads is doing."""
+        """The loading phase of the first replica that is not ready, or an empty string."""
         return next((one.phase for one in self._kept if not one.is_ready), "")
 
     async def run(self) -> None:
@@ -63,13 +64,13 @@ class ReplicaKeeper:
             await asyncio.sleep(POLL_SECONDS)
 
     async def poll(self, now: float) -> None:
-        """Start what is due, hear what processes say, and bury those that ended."""
+        """Start processes that are due, receive messages, and clean up after processes that ended."""
         for one in self._kept:
             if one.child is None:
                 if not self._is_stopping and self.failure is None and now >= one.start_at:
                     self._start(one)
                 continue
-            has_ended = one.child.has_ended  # looked at first: its last message may be the cause
+            has_ended = one.child.has_ended  # read before the messages: the last message may be the cause
             one.child.flush()
             self._hear(one, one.child)
             if has_ended:
@@ -81,7 +82,7 @@ class ReplicaKeeper:
                 one.child.send_signal(number)
 
     async def stop(self, drain_seconds: float) -> None:
-        """Let all replicas end; kill those that take too long."""
+        """Send SIGTERM to all replicas, and kill those that still run after `drain_seconds` plus EXIT_SECONDS."""
         self._is_stopping = True
         self.signal(signal.SIGTERM)
         until = time.monotonic() + drain_seconds + EXIT_SECONDS
@@ -92,7 +93,7 @@ class ReplicaKeeper:
         self.kill()
 
     def kill(self) -> None:
-        """End all processes now. Idempotent."""
+        """Kill all processes. Idempotent."""
         self._is_stopping = True
         for one in self._kept:
             if one.child is not None:
@@ -107,7 +108,7 @@ class ReplicaKeeper:
         except OSError as error:
             delay = one.backoff.next_delay(0.0)
             one.start_at = time.monotonic() + delay
-            logger.error("%s: no process can be started: %s; tried again in %g s", one.replica.name, error, delay)
+            logger.error("%s: cannot start a process: %s; next attempt in %g s", one.replica.name, error, delay)
             return
         one.child.send(ReplicaStart(one.config, self._keys))
 

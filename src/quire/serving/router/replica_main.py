@@ -1,4 +1,5 @@
-"""One of several servers behind a router: `python -m quire.serving.router.replica_main FD`, by `quire serve`."""
+"""The process of one replica: `quire serve --replicas N` runs `python -m quire.serving.router.replica_main FD` for
+each."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from quire.types.errors import QuireError
 
 
 class ChannelAnnouncer(Announcer):
-    """Tells the process that started this one what `quire serve` would say on the terminal."""
+    """Sends loading progress and readiness to the parent process instead of printing them on the terminal."""
 
     def __init__(self, channel: ControlChannel) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""All replicas of the router, which may come and go while it runs."""
+"""The router's replicas, which can be added and removed while it runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quire.serving.router.replica import Replica
 
 logger = logging.getLogger("quire.router")
 
-MAX_HOMES = 2**16  # answers whose replica is remembered
-MAX_ASKED_BYTES = 16 * 2**20  # of a response that the router reads itself
+MAX_HOMES = 2**16  # stored objects whose replica is remembered
+MAX_ASKED_BYTES = 16 * 2**20  # of the response to one of the router's own requests; the rest is dropped
 
 
 class ReplicaSet:
-    """The replicas by name, the connections to each, and which one has which stored answer."""
+    """The replicas by name, a connection pool for each, and which replica has which stored response, file or batch."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -42,7 +42,7 @@ class ReplicaSet:
         return self._replicas.get(name)
 
     def usable(self, tried: Sequence[Replica]) -> list[Replica]:
-        """Those that take requests, without those tried already."""
+        """Return the replicas that take requests and are not in `tried`."""
         takers = [one for one in self._replicas.values() if one.is_up and not one.is_draining and not one.is_removed]
         return [one for one in takers if one not in tried] if tried else takers
 
@@ -50,7 +50,7 @@ class ReplicaSet:
         return self._pools[replica.name]
 
     def add(self, address: ReplicaAddress, *, is_up: bool = True) -> Replica:
-        """Raises ApiError (409) for a name that is taken, (400) for too many."""
+        """Add a replica. Raises ApiError: 409 if the name is taken, 400 beyond MAX_REPLICAS."""
         if address.name in self._replicas:
             raise ApiError(409, f"name: {address.name} is a replica already; choose another", code="exists")
         if len(self._replicas) >= MAX_REPLICAS:
@@ -64,7 +64,7 @@ class ReplicaSet:
         return replica
 
     def remove(self, replica: Replica) -> None:
-        """Send it no more requests, and forget it once it has none."""
+        """Send the replica no more requests, and delete it once none is in flight."""
         replica.is_removed = True
         self.forget_if_done(replica)
 
@@ -75,11 +75,11 @@ class ReplicaSet:
             logger.info("replica %s was removed", replica.name)
 
     def note_up(self) -> None:
-        """Wake requests that wait for a replica."""
+        """Wake the requests that wait for a replica to come up."""
         self._up.set()
 
     async def wait_up(self, seconds: float) -> bool:
-        """Wait until some replica came up; whether one did."""
+        """Wait until `note_up` is called. Returns False if that takes longer than `seconds`."""
         self._up.clear()
         try:
             async with asyncio.timeout(seconds):
@@ -88,7 +88,7 @@ class ReplicaSet:
             return False
         return True
 
-    # ------------------------------------------------------------------------------------------- stored answers
+    # ------------------------------------------------------------------------------------------- stored objects
     def note_home(self, answer_id: str, replica: Replica) -> None:
         self._homes[answer_id] = replica.name
         if len(self._homes) > MAX_HOMES:
@@ -102,9 +102,9 @@ class ReplicaSet:
     async def ask(
         self, replica: Replica, method: str, path: str, headers: Headers, body: bytes = b"", *, seconds: float
     ) -> tuple[int, Headers, bytes]:
-        """Send a small request and read the whole response. Raises ReplicaFailed, after `seconds` at the latest.
-        Without headers it is a question of the router's own, else it brings the client's key, or the replicas' in
-        place of it; admin paths always get the client's."""
+        """Send a small request and return the status, headers and body of its response. Raises ReplicaFailed, after
+        `seconds` at the latest. With empty `headers` the request carries the router's key for its own requests, if
+        there is one. Otherwise `headers` carry the client's key, which `replica_key` replaces except on admin paths."""
         answer = _Answer()
         connection: ReplicaConnection | None = None
         try:
@@ -127,12 +127,12 @@ class ReplicaSet:
         if key is None or is_for_admins(path.partition("?")[0]):
             return headers
         kept = [pair for pair in headers if pair[0] not in KEY_HEADERS]
-        own = [] if headers else [(CLIENT_HEADER, b"router")]  # a replica that keeps clients apart says so
+        own = [] if headers else [(CLIENT_HEADER, b"router")]  # a replica that separates clients echoes this header
         return [*kept, (b"authorization", b"Bearer " + key.encode()), *own]
 
 
 class _Answer:
-    """A `Receiver` that keeps a response."""
+    """A `Receiver` that collects a whole response. `whole` resolves to its status, headers and body."""
 
     def __init__(self) -> None:
         self.whole: asyncio.Future[tuple[int, Headers, bytes]] = asyncio.get_running_loop().create_future()

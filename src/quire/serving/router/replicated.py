@@ -35,10 +35,10 @@ logger = logging.getLogger("quire.supervisor")
 
 
 class ReplicatedServer:
-    """Starts, watches and ends the replicas, and routes to them in this process.
+    """Starts, monitors and stops the replicas, and runs the router in this process.
 
     A replica is a whole server: its own engine, HTTP processes and supervisor. It checks keys itself, so the router
-    passes them on. `admin_key` is only shown, as by the supervisor of one server.
+    passes them on. `admin_key` is only printed as part of the playground's address.
     """
 
     def __init__(self, config: ServerConfig, *, keys: KeySources, admin_key: str | None = None) -> None:
@@ -52,8 +52,8 @@ class ReplicatedServer:
         self._started_at = time.monotonic()
 
     def run(self) -> int:
-        """Serve. Returns the exit code. Raises ConfigError or ModelLoadError before anything is started, ServerFailed
-        when a replica cannot start."""
+        """Serve until a signal. Returns the exit code. Raises ConfigError or ModelLoadError before it starts a process,
+        and ServerFailed if a replica cannot start."""
         set_up_logging(self._config.log_level, self._config.log_format, "router")
         shares = gpu_shares(self._config, visible_gpus())
         with open_listeners(replace(self._config, api_workers=1)) as listeners, private_directory() as directory:
@@ -75,7 +75,7 @@ class ReplicatedServer:
         router = Router(self._router_config(configs, own_key))
         kept = []
         for replica, config, share in zip(router.replicas, configs, shares, strict=True):
-            replica.is_up = False  # until it answers
+            replica.is_up = False  # until its first successful health check
             kept.append(KeptReplica(replica, config, share, Backoff(config.max_restart_delay)))
         keeper = ReplicaKeeper(kept, keys)
         key_file = self._write_key(directory)
@@ -121,7 +121,8 @@ class ReplicatedServer:
                 if not is_announced:
                     is_announced = self._announce(router, keeper, listeners, key_file)
                 await asyncio.sleep(0.05)
-            logger.info("stopping (%s): what runs has %g s to finish", signals[0].name, self._config.drain_seconds)
+            seconds = self._config.drain_seconds
+            logger.info("stopping (%s): requests in flight have %g s to finish", signals[0].name, seconds)
             closing = asyncio.ensure_future(stack.aclose())
             while not closing.done() and len(signals) < 2:
                 await asyncio.wait((closing,), timeout=0.05)
@@ -135,7 +136,7 @@ class ReplicatedServer:
         return 0
 
     def _announce(self, router: Router, keeper: ReplicaKeeper, listeners: Listeners, key_file: str | None) -> bool:
-        """Say how far loading is, or that all replicas are up; whether they are."""
+        """Print the loading progress, or that all replicas are up. Returns whether they are."""
         if not keeper.all_were_ready or not all(replica.is_up for replica in router.replicas):
             if keeper.phase:
                 self._announcer.progress(keeper.phase, 0, 100)
@@ -148,7 +149,7 @@ class ReplicatedServer:
         return True
 
     def _reload(self, router: Router, keeper: ReplicaKeeper) -> None:
-        """SIGHUP: the router and all replicas read the keys again, the router its certificate."""
+        """Handle SIGHUP: reload the keys in the router and in all replicas, and the router's certificate."""
         try:
             digests = self._keys.digests()
             if router.tls is not None:
@@ -161,7 +162,8 @@ class ReplicatedServer:
         logger.info("SIGHUP: %d API keys and %d admin keys are in force", *map(len, digests[:2]))
 
     def _write_key(self, directory: Path) -> str | None:
-        """Write an admin key that was made, and is not shown, to a file of this user. Returns its path."""
+        """Write a generated admin key that is not printed to a file that only this user can read. Returns its path, or
+        None if there is no such key."""
         if self._keys.made_admin_key is None or self._admin_key is not None:
             return None
         path = directory / "admin-key"

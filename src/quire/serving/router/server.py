@@ -1,4 +1,4 @@
-"""The router as a program: listens, answers until it is told to stop, and lets what runs finish."""
+"""The router process: serves until a signal, then lets the requests in flight finish."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from quire.serving.router.replica_set import ReplicaSet
 
 logger = logging.getLogger("quire.router")
 
-_GC_THRESHOLDS = (20_000, 20, 50)  # a request leaves no cycles, and looking for them costs more than a request
-_TICK_SECONDS = 0.02  # between two looks at what still runs while the router stops
+_GC_THRESHOLDS = (20_000, 20, 50)  # requests leave no reference cycles, and a collection costs more than a request
+_TICK_SECONDS = 0.02  # poll interval for busy connections while the router stops
 
 
 class Router:
-    """All parts of one router. `running` serves on a listening socket; when left, it finishes what runs."""
+    """Creates and connects all parts of the router. `running` serves on a listening socket."""
 
     def __init__(self, config: RouterConfig, chooser: Chooser | None = None) -> None:
         self._config = config
@@ -47,7 +47,7 @@ class Router:
         self.tls = make_context(config.listen)
 
     def handle(self, request: Request, client: ClientConnection) -> bool:
-        """Begin to answer one request. Returns whether its client may ask for this."""
+        """Start answering one request. Returns whether it passed the access check."""
         head = request.head
         is_allowed = head.admitted_by == self.keys.version
         try:
@@ -65,14 +65,15 @@ class Router:
                 self.proxy.forward(request, client)
             else:
                 client.go_on(self.proxy.guard(partial(self._pages.answer, page, request, client), request, client))
-        except Exception as error:  # noqa: BLE001 - of one request
+        except Exception as error:  # noqa: BLE001 - ends only this request
             self.proxy.reply_error(request, client, error)
             client.complete()
         return is_allowed
 
     @contextlib.asynccontextmanager
     async def running(self, listener: socket.socket) -> AsyncIterator[None]:
-        """While entered, the router serves. Afterwards it accepts nobody; requests in flight get `drain` seconds."""
+        """Serve while the context is open. On exit, accept no more connections, give requests in flight `waits.drain`
+        seconds, then close all connections."""
         loop = asyncio.get_running_loop()
         self.health.start()
         if listener.family == socket.AF_UNIX:
@@ -105,7 +106,7 @@ class Router:
 async def serve_until_signal(
     router: Router, listener: socket.socket, *, on_ready: Callable[[], None], on_hangup: Callable[[], None]
 ) -> int:
-    """Serve until SIGTERM or SIGINT; a second one ends at once. SIGHUP calls `on_hangup`. Returns the exit code."""
+    """Serve until SIGTERM or SIGINT; a second signal stops at once. SIGHUP calls `on_hangup`. Returns the exit code."""
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
     forced: list[int] = []
@@ -124,7 +125,7 @@ async def serve_until_signal(
     try:
         async with router.running(listener):
             if reason := why_not_compiled():
-                logger.info("requests cost the router more time: %s", reason)
+                logger.info("the router uses its slower Python code: %s", reason)
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)

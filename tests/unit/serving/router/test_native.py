@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from native_checks import COMPILER, run_checks
-from quire.serving.router import prompt_keys
-from quire.serving.router.native import NativeReader, NativeTree, Unavailable
+from quire.serving.router import native, prompt_keys
+from quire.serving.router.native import NativeReader, NativeTree, Unavailable, open_library
 from quire.serving.router.prefix_tree import PythonTree
 from quire.serving.router.prompt_keys import CHUNK_ENDS, Prompt, read_by_msgspec, read_prompt
 
@@ -184,6 +184,14 @@ def test_a_tree_of_many_chunks_grows_and_shrinks_as_the_plain_one_does() -> None
         capacity = rng.choice([512 * 3_000, 512 * 3_000, 512 * 300])
         assert native.insert(keys, len(keys), None, capacity) == plain.insert(keys, len(keys), None, capacity)
     assert (len(native), native.num_bytes) == (len(plain), plain.num_bytes)
+
+
+def test_a_library_without_its_sources_is_unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (library,) = native._HERE.glob(f"{native.NAME}.*.so")
+    (tmp_path / library.name).symlink_to(library)
+    monkeypatch.setattr(native, "_HERE", tmp_path)
+    with pytest.raises(Unavailable, match="sources of the router's compiled code cannot be read"):
+        open_library.__wrapped__()
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
