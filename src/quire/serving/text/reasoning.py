@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.serving.text.parts import Part, PartReader, Thought, held_back
-from quire.serving.text.tool_calls import harmony
+from quire.serving.text.tool_calls import gemma4, harmony
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """The marks around a model's reasoning. `is_implied`: answers begin inside it even where nothing opens it.
 
-    `before_next` stands between the end of the reasoning and the next message, `before_words` before the words.
+    `label` is the line behind the start mark that names the channel. A mark of `kept_ends` ends the reasoning too, and
+    belongs to what follows. `before_next` stands between the end of the reasoning and the next message, `before_words`
+    before the words.
     """
 
     name: str
@@ -24,6 +26,13 @@ class ReasoningFormat:
     other_ends: tuple[str, ...] = ()
     before_next: str = ""
     before_words: str = ""
+    label: str = ""
+    kept_ends: tuple[str, ...] = ()
+
+    @property
+    def opening(self) -> str:
+        """What a model writes before its thoughts."""
+        return f"{self.start}{self.label}\n" if self.label else self.start
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -45,7 +54,9 @@ class ReasoningFormat:
         if continues:
             return prompt.rfind(self.start) > prompt.rfind(self.end)
         ending = prompt.rstrip()
-        return ending.endswith(self.start) or (self.is_implied and not ending.endswith(self.end))
+        return ending.endswith((self.start, self.start + self.label)) or (
+            self.is_implied and not ending.endswith(self.end)
+        )
 
 
 _FORMATS = {
@@ -59,6 +70,7 @@ _FORMATS = {
         other_starts=("Here's my thought process:",),
         other_ends=("Here's my response:",),
     ),
+    "gemma4": ReasoningFormat("gemma4", "<|channel>", "<channel|>", label="thought", kept_ends=(gemma4.START,)),
     "harmony": ReasoningFormat(
         "harmony", harmony.ANALYSIS, harmony.END, before_next=harmony.NEXT, before_words=harmony.FINAL
     ),
@@ -73,7 +85,7 @@ def reasoning_format(parser: str, template: str | None) -> ReasoningFormat | Non
         return None
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return _FORMATS["harmony"]
-    for name in ("qwen3", "mistral", "granite"):
+    for name in ("qwen3", "mistral", "granite", "gemma4"):
         if _FORMATS[name].end in template:
             return _FORMATS[name]
     return None
@@ -95,6 +107,7 @@ class ReasoningReader:
         self._state: Literal["before", "thinking", "after", "saying"] = "before"
         self._buffer = ""
         self._has_thought = self._was_opened = False
+        self._label = ""  # the name of the channel while it may still come, behind a start mark
 
     @property
     def is_reading(self) -> bool:
@@ -127,6 +140,8 @@ class ReasoningReader:
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
+        if self._label:
+            self._buffer = "" if self._label.startswith(self._buffer) else self._buffer.removeprefix(self._label)
         if self._state == "thinking" or (self._state == "before" and self._inside):
             self._add(self._buffer.strip() if not self._has_thought else self._buffer.rstrip(), parts)
         elif self._state == "before":
@@ -139,24 +154,38 @@ class ReasoningReader:
         begun = self._buffer.lstrip()
         found = next((start for start in self._form.starts if begun.startswith(start)), None)
         if found is not None:
-            self._buffer, self._state = begun[len(found) :], "thinking"
+            self._buffer, self._state, self._label = begun[len(found) :], "thinking", self._form.label
         elif not any(start.startswith(begun) for start in self._form.starts):
             self._state = "thinking" if self._inside else "saying"
         self._was_opened = self._state == "thinking"
 
     def _think(self, parts: list[Part]) -> None:
+        if self._label and not self._drop_label():
+            return
         if not self._has_thought:
             self._buffer = self._buffer.lstrip()
-        found = [(place, end) for end in self._form.ends if (place := self._buffer.find(end)) >= 0]
+        ends = (*self._form.ends, *self._form.kept_ends)
+        found = [(place, end) for end in ends if (place := self._buffer.find(end)) >= 0]
         if found:
             place, end = min(found)
             self._add(self._buffer[:place].rstrip(), parts)
-            self._buffer, self._state = self._buffer[place + len(end) :], "after"
+            kept = end if end in self._form.kept_ends else ""
+            self._buffer, self._state = kept + self._buffer[place + len(end) :], "after"
             return
-        held = max(held_back(self._buffer, end) for end in self._form.ends)
+        held = max(held_back(self._buffer, end) for end in ends)
         certain = self._buffer[: len(self._buffer) - held].rstrip()
         self._add(certain, parts)
         self._buffer = self._buffer[len(certain) :]
+
+    def _drop_label(self) -> bool:
+        """Drop the name of the channel. Returns False where more text must tell whether it stands there."""
+        lines = [self._label + end for end in ("\n", *self._form.ends)]
+        if any(self._buffer.startswith(line) for line in lines):
+            self._buffer = self._buffer.removeprefix(self._label)
+        elif any(line.startswith(self._buffer) for line in lines):
+            return False
+        self._label = ""
+        return True
 
     def _add(self, text: str, parts: list[Part]) -> None:
         if text:
