@@ -14,7 +14,8 @@ class ReasoningFormat:
     """The marks around a model's reasoning. `is_implied`: answers begin inside it even where nothing opens it.
 
     `label` is the line behind the start mark that names the channel. A mark of `kept_ends` ends the reasoning too, and
-    belongs to what follows. `before_next` stands between the end of the reasoning and the next message, `before_words`
+    belongs to what follows. `is_repeated`: models may reason again between their words, and leave end marks there.
+    `before_next` stands between the end of the reasoning and the next message, `before_words`
     before the words.
     """
 
@@ -28,6 +29,7 @@ class ReasoningFormat:
     before_words: str = ""
     label: str = ""
     kept_ends: tuple[str, ...] = ()
+    is_repeated: bool = False
 
     @property
     def opening(self) -> str:
@@ -70,7 +72,9 @@ _FORMATS = {
         other_starts=("Here's my thought process:",),
         other_ends=("Here's my response:",),
     ),
-    "gemma4": ReasoningFormat("gemma4", "<|channel>", "<channel|>", label="thought", kept_ends=(gemma4.START,)),
+    "gemma4": ReasoningFormat(
+        "gemma4", "<|channel>", "<channel|>", label="thought", kept_ends=(gemma4.START,), is_repeated=True
+    ),
     "harmony": ReasoningFormat(
         "harmony", harmony.ANALYSIS, harmony.END, before_next=harmony.NEXT, before_words=harmony.FINAL
     ),
@@ -107,6 +111,7 @@ class ReasoningReader:
         self._state: Literal["before", "thinking", "after", "saying"] = "before"
         self._buffer = ""
         self._has_thought = self._was_opened = False
+        self._may_repeat = form.is_repeated  # until there is a call: its arguments are passed on as they are
         self._label = ""  # the name of the channel while it may still come, behind a start mark
 
     @property
@@ -129,14 +134,13 @@ class ReasoningReader:
         parts: list[Part] = []
         if self._state == "before":
             self._look_for_start()
-        if self._state == "thinking":
-            self._think(parts)
-        if self._state == "after" and (rest := self._buffer.lstrip()):
-            self._buffer, self._state = rest, "saying"
-        if self._state == "saying":
-            rest, self._buffer = self._buffer, ""
-            parts += self._then.push(rest)
-        return parts
+        while True:
+            if self._state == "thinking":
+                self._think(parts)
+            if self._state == "after" and (rest := self._buffer.lstrip()):
+                self._buffer, self._state = rest, "saying"
+            if self._state != "saying" or not self._say(parts):
+                return parts
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
@@ -144,7 +148,7 @@ class ReasoningReader:
             self._buffer = "" if self._label.startswith(self._buffer) else self._buffer.removeprefix(self._label)
         if self._state == "thinking" or (self._state == "before" and self._inside):
             self._add(self._buffer.strip() if not self._has_thought else self._buffer.rstrip(), parts)
-        elif self._state == "before":
+        elif self._state in ("before", "saying"):
             parts += self._then.push(self._buffer)
         self._buffer = ""
         return parts + self._then.finish()
@@ -176,6 +180,23 @@ class ReasoningReader:
         certain = self._buffer[: len(self._buffer) - held].rstrip()
         self._add(certain, parts)
         self._buffer = self._buffer[len(certain) :]
+
+    def _say(self, parts: list[Part]) -> bool:
+        """Pass on words up to the next mark. Returns whether there was one."""
+        marks = (*self._form.starts, *self._form.ends, *self._form.kept_ends) if self._may_repeat else ()
+        found = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
+        place, mark = min(found, default=(len(self._buffer), ""))
+        if not mark:
+            place -= max((held_back(self._buffer, mark) for mark in marks), default=0)
+        parts += self._then.push(self._buffer[:place])
+        self._buffer = self._buffer[place:]
+        if mark in self._form.kept_ends:
+            self._may_repeat = False
+        elif mark:
+            self._buffer = self._buffer[len(mark) :]
+        if mark in self._form.starts:
+            self._state, self._label, self._has_thought, self._was_opened = "thinking", self._form.label, False, True
+        return bool(mark)
 
     def _drop_label(self) -> bool:
         """Drop the name of the channel. Returns False where more text must tell whether it stands there."""

@@ -109,7 +109,10 @@ THINKING: list[tuple[str, bool, Joined]] = [
     ("<|channel>hm<channel|>yes", False, [("thought", "hm"), ("said", "yes")]),
     ("<|channel>thou", False, []),
     ("hm\n<channel|>yes", True, [("thought", "hm"), ("said", "yes")]),
-    ("thought <|channel> yes", False, [("said", "thought <|channel> yes")]),
+    ("so<|channel>thought\nhm<channel|>yes", False, [("said", "so"), ("thought", "hm"), ("said", "yes")]),
+    ("yes<|channel>thought\n<channel|>", False, [("said", "yes")]),
+    ("yes<channel|>", False, [("said", "yes")]),
+    ("yes <chan", False, [("said", "yes <chan")]),
 ]
 
 
@@ -124,6 +127,14 @@ def test_a_call_ends_reasoning_that_was_not_closed() -> None:
     reading = MessageReading(tools=GEMMA4, parameters=TOOLS, reasoning=THOUGHTS)
     for cuts in ((), *((place,) for place in range(len(text)))):
         expected = [("thought", "hm"), ("call", "f"), ("arguments", '{"a": 1}')]
+        assert read(reading.reader, text, cuts) == expected, cuts
+
+
+def test_arguments_of_a_call_may_show_the_marks_of_reasoning() -> None:
+    text = f"so {call(f'q:{Q}<|channel>a<channel|>{Q}')}"
+    reading = MessageReading(tools=GEMMA4, parameters=TOOLS, reasoning=THOUGHTS)
+    expected = [("said", "so"), ("call", "f"), ("arguments", '{"q": "<|channel>a<channel|>"}')]
+    for cuts in ((), *((place,) for place in range(len(text)))):
         assert read(reading.reader, text, cuts) == expected, cuts
 
 
