@@ -81,6 +81,8 @@ class SchemaWriter:
 
     def _written(self, schema: Schema) -> str:
         _refuse_bounds(schema)
+        if "$id" in schema:  # what references inside it mean depends on it
+            raise _refusal("hold $id inside a schema, which is not followed")
         for key in ("const", "enum"):
             if key in schema:
                 return self._enumeration([schema["const"]] if key == "const" else schema["enum"], schema)
@@ -125,7 +127,7 @@ class SchemaWriter:
 
     def _reference(self, target: object, schema: Schema) -> str:
         _only(schema, "$ref")
-        if not isinstance(target, str) or not target.startswith("#"):
+        if not isinstance(target, str) or not (target == "#" or target.startswith("#/")):
             raise _refusal(f"refer to {target!r:.80}, which is not in their schema")
         if target not in self._named:
             found: Any = self._whole

@@ -113,6 +113,8 @@ def test_arguments_are_held_to_the_schema(schema: dict[str, Any], right: list[st
         one({"type": "string", "minLength": -1}),
         one({"$ref": "#/$defs/none"}),
         one({"$ref": "https://example.com/schema"}),
+        one({"$ref": "#anchor"}),
+        one({"$id": "other", "type": "string"}),
         one(False),
         {"properties": {"a:b": {}}},
         {"properties": {f"a{Q}": {}}},
