@@ -371,3 +371,20 @@ def test_answers_with_calls_and_reasoning_fit_the_document(server: TestServer) -
     events = server.events(CHAT, body)[:-1]
     assert len(events) > 2
     assert [fault for event in events for fault in faults(schemas["ChatChunk"], event)] == []
+
+
+# ------------------------------------------------------------------------------------------------------------ gemma 4
+def test_gemmas_thoughts_and_calls_come_in_their_fields_and_required_calls_in_its_notation(serve: Serve) -> None:
+    template = "{{ tools }}{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{# <|channel> <channel|> #}"
+    source = ModelSource(model=MODEL, served_names=(MODEL,), chat_template=template, tool_call_parser="gemma4")
+    said = '<|channel>thought\nhm\n<channel|><|tool_call>call:weather{city:<|"|>Köln<|"|>}<tool_call|>'
+    server = serve(lambda prompt, index: said, source=source)
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "weather"}}):
+        (answer,) = server.post(CHAT, {"messages": ASK, "tools": [WEATHER], "tool_choice": choice}).json()["choices"]
+        assert answer["message"]["reasoning_content"] == "hm"
+        assert answer["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
+        assert (answer["message"]["content"], answer["finish_reason"]) == (None, "tool_calls")
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a:b": {}}}}}
+    error = server.post(CHAT, {"messages": ASK, "tools": [odd], "tool_choice": "required"}).json()["error"]
+    assert (error["type"], error["param"].startswith("tools")) == ("invalid_request_error", True)
+    assert "a:b" in error["message"]

@@ -55,6 +55,14 @@ def _deepseek(calls: Sequence[Call], *, fenced: bool) -> str:
     return f"<｜tool▁calls▁begin｜>{''.join(written)}<｜tool▁calls▁end｜>"
 
 
+def _gemma4_value(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_gemma4_value(one)}' for key, one in value.items())}}}"
+    return f"[{','.join(map(_gemma4_value, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
 def _harmony(calls: Sequence[Call]) -> str:
     (name, given), *_ = calls
     text = json.dumps(given, ensure_ascii=False)
@@ -70,6 +78,9 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "deepseek_v3": lambda calls: _deepseek(calls, fenced=True),
     "deepseek_v31": lambda calls: _deepseek(calls, fenced=False),
     "granite": lambda calls: f"<|tool_call|>[{', '.join(map(_object, calls))}]",
+    "gemma4": lambda calls: "".join(
+        f"<|tool_call>call:{name}{_gemma4_value(given)}<tool_call|>" for name, given in calls
+    ),
     "harmony": _harmony,
     JSON_IN_TAGS: lambda calls: "\n".join(f"<use>{_object(call, 'tool', 'input')}</use>" for call in calls),
     NAME_THEN_JSON: lambda calls: "\n".join(f">>>{name}::{json.dumps(given)}<<<" for name, given in calls),
@@ -80,6 +91,7 @@ REASONINGS = {
     "qwen3": "<think>\n{}\n</think>\n\n",
     "mistral": "[THINK]{}[/THINK]",
     "granite": "Here is my thought process:\n{}\nHere is my response:\n",
+    "gemma4": "<|channel>thought\n{}\n<channel|>",
     "harmony": "<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
 }
 

@@ -18,9 +18,9 @@ DEFAULT_PREFILL_TIMEOUT = 60.0
 MetricNames = Literal["quire", "vllm", "both"]
 TOOL_PARSERS = (
     "auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "granite",
-    "harmony",
+    "gemma4", "harmony",
 )  # fmt: skip
-REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "mistral", "granite", "harmony")
+REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "mistral", "granite", "gemma4", "harmony")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,7 @@ def _reasoning(form: ReasoningFormat, lark: LarkGrammar, *, inside: bool) -> str
     text = lark.text_until("reasoning", form.end, ANY_TEXT)
     lark.rule("REASONING_SPACE", r"/[ \n]{0,4}/")
     ending = lark.fixed(form.before_next) or "REASONING_SPACE"
-    return f"{text} {ending}" if inside else f"({lark.fixed(form.start)} {text} {ending})?"
+    return f"{text} {ending}" if inside else f"({lark.fixed(form.opening)} {text} {ending})?"
 
 
 def _after_bounded_reasoning(
@@ -174,7 +174,7 @@ def _after_bounded_reasoning(
         after = ANY_TOKENS
     if plan.begins_inside:
         return f"{thought} {after}"
-    opened = f"{lark.fixed(form.start)} {thought} {after}"
+    opened = f"{lark.fixed(form.opening)} {thought} {after}"
     if not lark.is_special(form.start):
         return opened
     return f"({opened}) | ({answer or lark.any_tokens_except(form.start)})"

@@ -26,6 +26,7 @@ _TURN_ENDS = (
     "<|end|>",
     "<end_of_turn>",
     "<turn|>",
+    "<|tool_response>",  # Gemma 4, behind its calls
     "<|end_of_text|>",
     "<|endoftext|>",
     "</s>",

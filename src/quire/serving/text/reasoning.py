@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.serving.text.parts import Part, PartReader, Thought, held_back
-from quire.serving.text.tool_calls import harmony
+from quire.serving.text.tool_calls import gemma4, harmony
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,8 @@ class ReasoningFormat:
     """The marks around a model's reasoning. With `is_implied`, answers begin inside reasoning even if no start mark
     precedes them.
 
+    `label` is the line after the start mark that names the channel. A mark of `kept_ends` also ends the reasoning, and
+    belongs to what follows. `is_repeated`: models may reason again between their texts, and leave end marks there.
     `before_next` is the text between the end of the reasoning and the next message, `before_words` the text before the
     visible text.
     """
@@ -26,6 +28,14 @@ class ReasoningFormat:
     other_ends: tuple[str, ...] = ()
     before_next: str = ""
     before_words: str = ""
+    label: str = ""
+    kept_ends: tuple[str, ...] = ()
+    is_repeated: bool = False
+
+    @property
+    def opening(self) -> str:
+        """What a model writes before its thoughts."""
+        return f"{self.start}{self.label}\n" if self.label else self.start
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -47,7 +57,9 @@ class ReasoningFormat:
         if continues:
             return prompt.rfind(self.start) > prompt.rfind(self.end)
         ending = prompt.rstrip()
-        return ending.endswith(self.start) or (self.is_implied and not ending.endswith(self.end))
+        return ending.endswith((self.start, self.start + self.label)) or (
+            self.is_implied and not ending.endswith(self.end)
+        )
 
 
 _FORMATS = {
@@ -60,6 +72,9 @@ _FORMATS = {
         "Here is my response:",
         other_starts=("Here's my thought process:",),
         other_ends=("Here's my response:",),
+    ),
+    "gemma4": ReasoningFormat(
+        "gemma4", "<|channel>", "<channel|>", label="thought", kept_ends=(gemma4.START,), is_repeated=True
     ),
     "harmony": ReasoningFormat(
         "harmony", harmony.ANALYSIS, harmony.END, before_next=harmony.NEXT, before_words=harmony.FINAL
@@ -76,7 +91,7 @@ def reasoning_format(parser: str, template: str | None) -> ReasoningFormat | Non
         return None
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return _FORMATS["harmony"]
-    for name in ("qwen3", "mistral", "granite"):
+    for name in ("qwen3", "mistral", "granite", "gemma4"):
         if _FORMATS[name].end in template:
             return _FORMATS[name]
     return None
@@ -98,6 +113,8 @@ class ReasoningReader:
         self._state: Literal["before", "thinking", "after", "saying"] = "before"
         self._buffer = ""
         self._has_thought = self._was_opened = False
+        self._may_repeat = form.is_repeated  # until there is a call: its arguments are passed on as they are
+        self._label = ""  # the name of the channel while it may still come, behind a start mark
 
     @property
     def is_reading(self) -> bool:
@@ -119,20 +136,21 @@ class ReasoningReader:
         parts: list[Part] = []
         if self._state == "before":
             self._look_for_start()
-        if self._state == "thinking":
-            self._think(parts)
-        if self._state == "after" and (rest := self._buffer.lstrip()):
-            self._buffer, self._state = rest, "saying"
-        if self._state == "saying":
-            rest, self._buffer = self._buffer, ""
-            parts += self._then.push(rest)
-        return parts
+        while True:
+            if self._state == "thinking":
+                self._think(parts)
+            if self._state == "after" and (rest := self._buffer.lstrip()):
+                self._buffer, self._state = rest, "saying"
+            if self._state != "saying" or not self._say(parts):
+                return parts
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
+        if self._label:
+            self._buffer = "" if self._label.startswith(self._buffer) else self._buffer.removeprefix(self._label)
         if self._state == "thinking" or (self._state == "before" and self._inside):
             self._add(self._buffer.strip() if not self._has_thought else self._buffer.rstrip(), parts)
-        elif self._state == "before":
+        elif self._state in ("before", "saying"):
             parts += self._then.push(self._buffer)
         self._buffer = ""
         return parts + self._then.finish()
@@ -143,24 +161,55 @@ class ReasoningReader:
         begun = self._buffer.lstrip()
         found = next((start for start in self._form.starts if begun.startswith(start)), None)
         if found is not None:
-            self._buffer, self._state = begun[len(found) :], "thinking"
+            self._buffer, self._state, self._label = begun[len(found) :], "thinking", self._form.label
         elif not any(start.startswith(begun) for start in self._form.starts):
             self._state = "thinking" if self._inside else "saying"
         self._was_opened = self._state == "thinking"
 
     def _think(self, parts: list[Part]) -> None:
+        if self._label and not self._drop_label():
+            return
         if not self._has_thought:
             self._buffer = self._buffer.lstrip()
-        found = [(place, end) for end in self._form.ends if (place := self._buffer.find(end)) >= 0]
+        ends = (*self._form.ends, *self._form.kept_ends)
+        found = [(place, end) for end in ends if (place := self._buffer.find(end)) >= 0]
         if found:
             place, end = min(found)
             self._add(self._buffer[:place].rstrip(), parts)
-            self._buffer, self._state = self._buffer[place + len(end) :], "after"
+            kept = end if end in self._form.kept_ends else ""
+            self._buffer, self._state = kept + self._buffer[place + len(end) :], "after"
             return
-        held = max(held_back(self._buffer, end) for end in self._form.ends)
+        held = max(held_back(self._buffer, end) for end in ends)
         certain = self._buffer[: len(self._buffer) - held].rstrip()
         self._add(certain, parts)
         self._buffer = self._buffer[len(certain) :]
+
+    def _say(self, parts: list[Part]) -> bool:
+        """Pass on words up to the next mark. Returns whether there was one."""
+        marks = (*self._form.starts, *self._form.ends, *self._form.kept_ends) if self._may_repeat else ()
+        found = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
+        place, mark = min(found, default=(len(self._buffer), ""))
+        if not mark:
+            place -= max((held_back(self._buffer, mark) for mark in marks), default=0)
+        parts += self._then.push(self._buffer[:place])
+        self._buffer = self._buffer[place:]
+        if mark in self._form.kept_ends:
+            self._may_repeat = False
+        elif mark:
+            self._buffer = self._buffer[len(mark) :]
+        if mark in self._form.starts:
+            self._state, self._label, self._has_thought, self._was_opened = "thinking", self._form.label, False, True
+        return bool(mark)
+
+    def _drop_label(self) -> bool:
+        """Drop the name of the channel. Returns False where more text must tell whether it stands there."""
+        lines = [self._label + end for end in ("\n", *self._form.ends)]
+        if any(self._buffer.startswith(line) for line in lines):
+            self._buffer = self._buffer.removeprefix(self._label)
+        elif any(line.startswith(self._buffer) for line in lines):
+            return False
+        self._label = ""
+        return True
 
     def _add(self, text: str, parts: list[Part]) -> None:
         if text:

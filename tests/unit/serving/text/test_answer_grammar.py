@@ -65,6 +65,8 @@ CALLS = [
     ("deepseek_v31", ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "a"}<｜tool▁call▁end｜>'
      "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>")),
     ("granite", '<|tool_call|>[{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city": "a"}}]'),
+    ("gemma4", ('<|tool_call>call:weather{city:<|"|>an "x" \n<b><|"|>,days:2}<tool_call|>'
+     "<|tool_call>call:time{}<tool_call|>")),
     ("harmony", '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "a"}'),
     (JSON_IN_TAGS, '<use>{"tool": "weather", "input": {"city": "a"}}</use>'),
     (NAME_THEN_JSON, '>>>weather::{"city": "a"}<<<>>>time::{}<<<'),
@@ -137,6 +139,7 @@ THINKING = {
     "deepseek_r1": ("<think>", "x</think>"),
     "mistral": ("[THINK]", "x[/THINK]"),
     "granite": ("Here is my thought process:", " x Here is my response: "),
+    "gemma4": ("<|channel>thought\n", "a < b\n<channel|>"),
     "harmony": ("<|channel|>analysis<|message|>", "x<|end|><|start|>assistant"),
 }
 
@@ -228,6 +231,21 @@ def test_a_budget_is_kept_when_tokens_are_taken_back(budget: int) -> None:
         assert all(fresh.advance(one) for one in matcher.consumed)
         assert (matcher.mask() == fresh.mask()).all()
         assert matcher.advance(token)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_gemmas_channel_has_its_name_and_its_thoughts_a_budget(inside: bool) -> None:
+    special = tuple(
+        (mark, ids(token)[0]) for mark, token in zip(("<|channel>", "<channel|>"), dict(MARKS), strict=True)
+    )
+    plan = AnswerPlan(None, calls("gemma4", "among"), "gemma4", inside, special=special, reasoning_budget=3)
+    start = "" if inside else "[THINK]thought\n"
+    assert matched(plan, f"{start}abc[/THINK]words") == f"{start}abc[/THINK]words"
+    assert matched(plan, f"{start}abcd[/THINK]words") == f"{start}abc..."
+    assert matched(plan, f"{start}[/THINK]<|tool_call>call:time{{x") == f"{start}[/THINK]<|tool_call>call:time{{..."
+    if not inside:
+        assert matched(plan, "[THINK]other") == "[THINK]..."
+        assert matched(plan, "words") == "words"
 
 
 def test_a_plan_comes_back_from_json_as_it_was() -> None:

@@ -85,11 +85,12 @@ def test_gemmas_merges_run_over_marked_spaces() -> None:
     assert spell(build(gemma(add_space_prefix=True)), "the") == [" the"]
 
 
-def test_the_end_of_a_gemma_turn_ends_an_answer() -> None:
+@pytest.mark.parametrize("end", ["<turn|>", "<|tool_response>"])
+def test_the_end_of_a_gemma_turn_ends_an_answer(end: str) -> None:
     metadata = gemma()
-    metadata["tokenizer.ggml.tokens"] += ["<turn|>"]
+    metadata["tokenizer.ggml.tokens"] += [end]
     metadata["tokenizer.ggml.token_type"] += [CONTROL]
     metadata["tokenizer.ggml.scores"] += [0.0]
-    metadata["tokenizer.chat_template"] = "{{ messages[0].content }}<turn|>"
+    metadata["tokenizer.chat_template"] = f"{{{{ messages[0].content }}}}{end}"
     tokenizer = build(metadata)
     assert tokenizer.eos_ids == (2, len(metadata["tokenizer.ggml.tokens"]) - 1)

@@ -40,6 +40,7 @@ def test_reasoning_is_read_however_the_text_is_cut(text: str, inside: bool, expe
     [
         ("auto", "... </think> ...", "qwen3"),
         ("auto", "... [/THINK] ...", "mistral"),
+        ("auto", "... <|channel>thought\n<channel|> ...", "gemma4"),
         ("auto", "nothing", None),
         ("auto", None, None),
         ("none", "</think>", None),

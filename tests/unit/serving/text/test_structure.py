@@ -182,3 +182,34 @@ def test_long_fixed_texts_match_but_are_not_sought_ahead() -> None:
 def test_a_schema_can_stand_inside_another_grammar() -> None:
     grammar = f'start: "<call>" {json_rule(PERSON)} "</call>"'
     assert matches('<call>{"name": "Ada", "age": 36}</call>', grammar=grammar)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "other"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False, "maxItems": 2.0}, "[1, 1]", "[1, 1, 1]"),
+        ({"properties": {"a": {"type": "string", "minLength": 1.0}}, "required": ["a"]}, '{"a": "x"}', '{"a": ""}'),
+        ({"anyOf": [{"type": "string", "maxLength": 1.0}, {"type": "null"}]}, '"x"', '"xy"'),
+        ({"$defs": {"e": {"type": "array", "uniqueItems": False, "minItems": 1.0}}, "$ref": "#/$defs/e"}, "[1]", "[]"),
+        ({"type": "array", "prefixItems": [{"type": "string", "maxLength": 0.0}]}, '[""]', '["x"]'),
+    ],
+)
+def test_counts_may_be_integral_floats_and_items_that_need_not_be_unique_are_allowed(
+    schema: dict[str, Any], text: str, other: str
+) -> None:
+    before = json.dumps(schema)
+    assert matches(text, json=schema)
+    assert not matches(other, json=schema)
+    assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize("value", [{"uniqueItems": False}, {"maxItems": 2.0}, {"items": {"uniqueItems": False}}])
+def test_values_that_look_like_keywords_stay_as_they_are(value: dict[str, Any]) -> None:
+    assert json_rule({"const": value, "enum": [value]}).count(json.dumps(value)) == 2
+    assert json.dumps(value) in json_rule({"properties": {"x": {"default": value}}})
+
+
+@pytest.mark.parametrize("schema", [{"uniqueItems": True}, {"maxItems": 2.5}, {"uniqueItems": 0}])
+def test_unique_items_and_counts_with_a_fraction_are_refused(schema: dict[str, Any]) -> None:
+    state = TOKENS.begin(grammar_of(Structure("json", json.dumps({"type": "array", **schema}))))
+    assert state.is_error()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from quire.serving.text.tool_calls import (
     deepseek_v3,
     derived,
+    gemma4,
     granite,
     harmony,
     hermes,
@@ -84,6 +85,7 @@ _FORMATS = {
         ToolFormat("deepseek_v3", _DEEPSEEK, deepseek_v3.DeepSeekReader, _fixed(deepseek_v3.SHAPE_V3)),
         ToolFormat("deepseek_v31", _DEEPSEEK, deepseek_v3.DeepSeekReader, _fixed(deepseek_v3.SHAPE_V31)),
         ToolFormat("granite", (granite.MARK, hermes.START, hermes.END), granite.GraniteReader, _fixed(granite.SHAPE)),
+        ToolFormat("gemma4", gemma4.MARKS, gemma4.Gemma4Reader, _fixed(gemma4.SHAPE)),
         ToolFormat(HARMONY, harmony.MARKS, harmony.HarmonyReader, _fixed(harmony.SHAPE)),
     )
 }
@@ -129,6 +131,8 @@ def _known_in(template: str) -> str | None:
     """Return the name of the format whose marks are in a template, or None."""
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return HARMONY
+    if gemma4.START in template and gemma4.END in template:
+        return "gemma4"
     if mistral.MARK in template:
         return "mistral"
     if deepseek_v3.SEPARATOR in template:

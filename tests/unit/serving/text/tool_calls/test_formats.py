@@ -239,6 +239,7 @@ def test_ids_differ_and_are_as_the_models_templates_want_them() -> None:
         ("{{ tools }} <｜tool▁sep｜>", "deepseek_v31"),
         ("{{ tools }} <|tool_call|>", "granite"),
         ("{{ tools }} <|python_start|>", "pythonic"),
+        ("{{ tools }} <|tool_call> <tool_call|>", "gemma4"),
         ("{{ tools }} <|channel|> <|message|>", "harmony"),
         ("{{ tools }} something else", None),
     ],

@@ -1,0 +1,158 @@
+"""`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>`: Gemma 4.
+
+Arguments differ from JSON in three ways: strings stand between two `<|"|>` without escapes, keys stand bare, and there
+are no blanks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from quire.serving.text.lark import LarkGrammar
+from quire.serving.text.parts import held_back
+from quire.serving.text.tool_calls.call_reader import CallReader, Reading
+from quire.serving.text.tool_calls.gemma4_schema import QUOTE, SchemaWriter
+from quire.serving.text.tool_calls.python_values import python_to_json, types_of
+from quire.serving.text.tool_calls.shape import NO_ARGUMENTS, CallShape, Function
+
+START, END, RESPONSE = "<|tool_call>", "<tool_call|>", "<|tool_response>"
+MARKS = (START, END, QUOTE, RESPONSE)
+_CALL = "call:"
+_NAME_CHARACTERS = 256
+_VALUE_ENDS = (",", "}", "]", END)
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+def _write_call(lark: LarkGrammar, prefix: str, function: Function) -> str:
+    """Return the expression of one call, whose arguments stand in alphabetic order, as Gemma's template has them."""
+    parameters = {"type": "object", **(function.get("parameters") or NO_ARGUMENTS)}
+    arguments = SchemaWriter(lark, prefix, parameters).arguments()
+    return f"{lark.fixed(_CALL + function['name'])} {arguments} {lark.fixed(END)}"
+
+
+SHAPE = CallShape(_write_call, mark=START)
+
+
+class Gemma4Reader(CallReader):
+    """Passes on a string while it comes, any other value when it is whole. What it passes on is JSON."""
+
+    marks = (START,)
+
+    def _read_calls(self, mark: str) -> Reading[bool]:  # noqa: ARG002
+        yield from self._skip_space()
+        if not (yield from self._accept(_CALL)):
+            return False
+        name = (yield from self._take_until("{", END, "\n", most=_NAME_CHARACTERS)).strip()
+        if self._ended_by != "{" or not name:
+            return False
+        self._begin_call(name)
+        self._taken = []
+        is_whole = yield from self._read_arguments(name)
+        self._end_call()
+        if not is_whole:
+            yield from self._take_until(END)
+        yield from self._skip_end()
+        return True
+
+    def _skip_end(self) -> Reading[None]:
+        """Take what stands behind a call: its end mark, again at times, and the mark with which the turn ends."""
+        while True:
+            yield from self._skip_space()
+            if not (yield from self._accept(END, RESPONSE)):
+                return
+
+    def _read_arguments(self, function: str) -> Reading[bool]:
+        """Read up to the bracket that closes the arguments. Returns whether it came; if not, close what is open."""
+        properties = self._parameters.get(function, {}).get("properties")
+        schemas = properties if isinstance(properties, Mapping) else {}
+        closing, is_first = ["}"], True  # the brackets that are open, innermost last
+        self._add_arguments("{")
+        while closing:
+            yield from self._skip_space("," if not is_first else "")
+            self._taken = []
+            ended_by = yield from self._accept("}", "]", END)
+            if ended_by == END:
+                self._buffer = END + self._buffer
+                break
+            if ended_by:
+                self._add_arguments(closing.pop())
+                is_first = False
+                continue
+            key = ""
+            if closing[-1] == "}":
+                key = yield from self._read_key()
+                if not key:
+                    break
+            self._add_arguments(("" if is_first else ", ") + (f"{json.dumps(key)}: " if key else ""))
+            opened = yield from self._read_value(schemas.get(key) if len(closing) == 1 else None)
+            closing += opened
+            is_first = bool(opened)
+        self._add_arguments("".join(reversed(closing)))
+        return not closing
+
+    def _read_key(self) -> Reading[str]:
+        """Take a key and its colon; an empty text if none comes."""
+        if (yield from self._accept(QUOTE)):
+            key = yield from self._take_until(QUOTE, END, most=_NAME_CHARACTERS)
+            yield from self._skip_space()
+            is_key = self._ended_by == QUOTE and bool((yield from self._accept(":")))
+        else:
+            key = (yield from self._take_until(":", "{", "[", *_VALUE_ENDS, most=_NAME_CHARACTERS)).strip().strip('"')
+            is_key = self._ended_by == ":"
+            if self._ended_by == END:
+                self._buffer = END + self._buffer
+        self._taken = []
+        return key if is_key else ""
+
+    def _read_value(self, schema: Mapping[str, Any] | None) -> Reading[str]:
+        """Read a string or a bare value. Of an object or a list, take the bracket and return the one that closes it."""
+        yield from self._skip_space()
+        if bracket := (yield from self._accept("{", "[")):
+            self._add_arguments(bracket)
+            return "}" if bracket == "{" else "]"
+        if (yield from self._accept(QUOTE)):
+            self._add_arguments('"')
+            yield from self._pass_until(lambda text: self._add_arguments(_escaped(text)), QUOTE, END)
+            if self._ended_by == END:
+                self._buffer = END + self._buffer
+            self._add_arguments('"')
+            return ""
+        text = yield from self._read_bare()
+        self._add_arguments(_bare_to_json(text, schema))
+        return ""
+
+    def _read_bare(self) -> Reading[str]:
+        """Take a value without Gemma's quotes up to what ends it, which stays. It may have the quotes of JSON."""
+        while self._buffer[0] == '"' and END not in self._buffer:
+            quoted = _JSON_STRING.match(self._buffer)
+            if quoted is not None:
+                return self._take(quoted.end())
+            yield from self._more()
+        quoted = _JSON_STRING.match(self._buffer)
+        if quoted is not None and quoted.end() <= self._buffer.find(END):
+            return self._take(quoted.end())
+        pieces: list[str] = []
+        while True:
+            places = [place for end in _VALUE_ENDS if (place := self._buffer.find(end)) >= 0]
+            if places:
+                return "".join([*pieces, self._take(min(places))])
+            pieces.append(self._take(len(self._buffer) - held_back(self._buffer, END)))
+            yield from self._more()
+
+
+def _bare_to_json(text: str, schema: Mapping[str, Any] | None) -> str:
+    """Return a bare value as JSON. What is no literal becomes a string, and so does all where the schema wants one."""
+    word = text.strip()
+    if types_of(schema) == {"string"} and not word.startswith('"'):
+        return json.dumps(word, ensure_ascii=False)
+    try:
+        return json.dumps(json.loads(word), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return python_to_json(word)
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
