@@ -350,7 +350,7 @@ class ClientConnection(asyncio.Protocol):
         would treat the body as bytes of the other protocol."""
         method = self._parser.get_method()
         if method == b"CONNECT":
-            self._refuse(400, "CONNECT: the router is no proxy for other hosts; use GET or POST", "bad_http")
+            self._refuse(400, "CONNECT: the router does not forward to other hosts; use GET or POST", "bad_http")
             return
         lines = [b"%b: %b\r\n" % pair for pair in self._pairs if pair[0] != b"upgrade"]
         head = b"%b %b HTTP/%b\r\n" % (method, self._url, self._parser.get_http_version().encode())

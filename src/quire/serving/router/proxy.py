@@ -62,11 +62,11 @@ class Job:
     prompt: Prompt
     search: Search
     facts: PathFacts
-    left: int  # attempts left
+    attempts_left: int
     tried: list[Replica] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     refusals: dict[str, Outcome] = field(default_factory=dict)  # by kind, the last outcome without an answer
-    counted: Replica | None = None  # the replica whose `load` includes this request
+    loaded_replica: Replica | None = None  # the replica whose `load` includes this request
 
 
 class Proxy:
@@ -97,7 +97,7 @@ class Proxy:
             if connection is None:
                 self._continue_in_task(job, choice)
             else:
-                self._send(job, choice.replica, connection, partial(self._sent, job, choice))
+                self._send(job, choice.replica, connection, partial(self._first_attempt_ended, job, choice))
         except BaseException:
             self._release(job)
             raise
@@ -114,7 +114,7 @@ class Proxy:
         closing, and then the router cannot know whether the request arrived."""
         return self._replicas.pool(choice.replica).take_idle() if job.facts.may_repeat else None
 
-    def _sent(self, job: Job, choice: Choice, outcome: Outcome) -> None:
+    def _first_attempt_ended(self, job: Job, choice: Choice, outcome: Outcome) -> None:
         """Handle the end of the first attempt. Starts a task if another attempt is needed."""
         if outcome.kind == "done" and not job.search.is_open:  # the usual case
             self._release(job)
@@ -131,7 +131,7 @@ class Proxy:
         `is_stale`: its reused connection had closed before the replica saw the request."""
         clock = asyncio.get_running_loop().time
         until = clock() + self._config.waits.connect
-        while job.left:
+        while job.attempts_left:
             if choice is None:
                 if (choice := self._choose(job)) is None:
                     if job.tried or clock() >= until or not await self._replicas.wait_up(until - clock()):
@@ -186,7 +186,7 @@ class Proxy:
         self.counts.retries += bool(job.tried)
         job.tried.append(replica)
         replica.load += 1
-        job.counted = replica
+        job.loaded_replica = replica
         counts.requests += 1
         counts.prompt_bytes += job.prompt.num_bytes
         counts.matched_bytes += choice.matched
@@ -194,15 +194,15 @@ class Proxy:
 
     def _release(self, job: Job) -> None:
         """Take the request off the load of its replica. Does nothing if it is on none."""
-        replica, job.counted = job.counted, None
+        replica, job.loaded_replica = job.loaded_replica, None
         if replica is not None:
             replica.load -= 1
             if replica.is_removed:
                 self._replicas.forget_if_done(replica)
 
     def _end(self, job: Job, choice: Choice, outcome: Outcome) -> bool:
-        """Count the outcome of an attempt. Returns whether the request is answered. Sets `job.left` to 0 if no other
-        replica may be asked."""
+        """Count the outcome of an attempt. Returns whether the request is answered. Sets `job.attempts_left` to 0 if no
+        other replica may be asked."""
         replica, counts, kind = choice.replica, choice.replica.counts, outcome.kind
         self._release(job)
         if kind == "done":
@@ -218,7 +218,7 @@ class Proxy:
         job.refusals[kind] = outcome
         if kind == "missing":
             return False
-        job.left -= 1
+        job.attempts_left -= 1
         job.failures.append(f"replica {replica.name} {outcome.reason}")
         if kind == "busy":
             counts.busy += 1
@@ -226,13 +226,13 @@ class Proxy:
         counts.failures += 1
         if kind == "late":  # it may be healthy: only its health checks mark it down
             logger.warning("replica %s %s", replica.name, outcome.reason)
-            job.left = 0
+            job.attempts_left = 0
             return False
         logger.warning("replica %s %s before it answered", replica.name, outcome.reason)
         if replica.is_up:
             replica.mark_down(outcome.reason)
         if not outcome.never_sent and not job.facts.may_repeat:
-            job.left = 0
+            job.attempts_left = 0
         return False
 
     async def _attempt(self, job: Job, choice: Choice, *, is_stale: bool = False) -> Outcome:
