@@ -45,7 +45,7 @@ class ConnectionState:
 
     def __init__(self, limits: Limits, handle: Callable[[Request, ClientConnection], bool], root_path: str) -> None:
         """`handle` starts answering a request: it calls the connection's `complete` when done, now or later, or
-        `go_on`. It returns whether the request passed the access check; only then is its head cached."""
+        `continue_in_task`. It returns whether the request passed the access check; only then is its head cached."""
         self.limits, self.handle, self.root_path = limits, handle, root_path
         self.idle_seconds = limits["idle_seconds"]
         self.heads = KnownHeads(self.idle_seconds)
@@ -124,7 +124,7 @@ class ClientConnection(asyncio.Protocol):
                 self._is_full, self._keeps_alive = True, False
             return
         whole = None if self._in_request else split_request(data)
-        if whole is not None and self._take_known(whole):
+        if whole is not None and self._answer_known(whole):
             return
         self._fed = len(data) + (self._fed if self._in_head else 0)
         if self._in_head:
@@ -227,7 +227,7 @@ class ClientConnection(asyncio.Protocol):
         if self._answer(head, body) and whole is not None and body == whole.body:
             self._state.heads.keep(whole, head, self._loop)
 
-    def _take_known(self, whole: WholeRequest) -> bool:
+    def _answer_known(self, whole: WholeRequest) -> bool:
         """Answer a request whose head is in the cache. Returns False if it is not, or if the body exceeds a limit."""
         head, size = self._state.heads.find(whole.key, self._loop.time()), len(whole.body)
         is_full = size > 2**16 and self._state.held_bytes + size > self._limits["bodies_bytes"]
@@ -297,11 +297,11 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     # ------------------------------------------------------------------------------------ for request handlers
-    def go_on(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def continue_in_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Finish answering the request in a task. The request is complete when the task ends; the task is cancelled if
         the client disconnects."""
         self._task = task = self._loop.create_task(work)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._task_done)
         return task
 
     def complete(self) -> None:
@@ -319,13 +319,13 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._close()
 
-    def take_from(self, source: ResponseSource, seconds: float) -> None:
+    def set_source(self, source: ResponseSource, seconds: float) -> None:
         """Set the source of the response, and call its `check_time` once after `seconds`, unless this is called again.
         Uses the connection's timer, so a request needs no timer itself."""
         self._source = source
         self._expect_by(seconds)
 
-    def leave_source(self) -> None:
+    def clear_source(self) -> None:
         self._source, self._due = None, math.inf
 
     # --------------------------------------------------------------------------------------------- internals
@@ -333,7 +333,7 @@ class ClientConnection(asyncio.Protocol):
         is_upload = self._url.partition(b"?")[0].endswith(b"/files")
         return self._limits["file_bytes"] + 2**20 if is_upload else self._limits["body_bytes"]
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if not task.cancelled() and task.exception() is not None:
             self._loop.call_exception_handler({"message": "a request failed", "exception": task.exception()})
@@ -350,7 +350,7 @@ class ClientConnection(asyncio.Protocol):
         would treat the body as bytes of the other protocol."""
         method = self._parser.get_method()
         if method == b"CONNECT":
-            self._refuse(400, "CONNECT: the router is no proxy for other hosts; use GET or POST", "bad_http")
+            self._refuse(400, "CONNECT: the router does not forward to other hosts; use GET or POST", "bad_http")
             return
         lines = [b"%b: %b\r\n" % pair for pair in self._pairs if pair[0] != b"upgrade"]
         head = b"%b %b HTTP/%b\r\n" % (method, self._url, self._parser.get_http_version().encode())

@@ -64,7 +64,7 @@ class ReplicaConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._headers: Headers = []
         self._head_bytes = 0
-        self._is_framed = self._has_body = self._heard = self._is_paused = False
+        self._is_framed = self._has_body = self._has_received = self._is_paused = False
         self.idle_since = 0.0
         self._num_requests = 0
 
@@ -76,7 +76,7 @@ class ReplicaConnection(asyncio.Protocol):
         """Send a request, given in pieces. `has_body`: the response may have a body (False for HEAD)."""
         assert self._transport is not None
         assert self._receiver is None
-        self._receiver, self._has_body, self._heard = receiver, has_body, False
+        self._receiver, self._has_body, self._has_received = receiver, has_body, False
         self._num_requests += 1
         self._transport.writelines(data)
 
@@ -106,7 +106,7 @@ class ReplicaConnection(asyncio.Protocol):
         if self._receiver is None:
             self.abort()  # data without a request
             return
-        self._heard = True
+        self._has_received = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -117,11 +117,11 @@ class ReplicaConnection(asyncio.Protocol):
         receiver = self._receiver
         if receiver is None:
             return
-        if exc is None and self._heard and self._has_body and not self._is_framed:
+        if exc is None and self._has_received and self._has_body and not self._is_framed:
             self._receiver = None
             receiver.end()  # without content-length or chunks, the end of the connection ends the body
             return
-        self._fail("closed the connection", is_stale=not self._heard and self._num_requests > 1)
+        self._fail("closed the connection", is_stale=not self._has_received and self._num_requests > 1)
 
     # ------------------------------------------------------------------------------------ parser callbacks
     def on_message_begin(self) -> None:

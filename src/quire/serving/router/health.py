@@ -20,7 +20,7 @@ FAILURES_TO_DOWN = 2  # failed health checks in a row before a replica is marked
 LEARN_SECONDS = 10.0  # between two queries for models and cache size
 _QUIRE_CACHE = re.compile(rb"^(?:quire|vllm):kv_cache_capacity_tokens(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 _VLLM_CACHE = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_MOST = 2**53  # tokens or blocks; no cache holds so many
+_MAX_COUNT = 2**53  # tokens or blocks; no cache holds so many
 
 
 class HealthChecks:
@@ -45,7 +45,7 @@ class HealthChecks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, replica: Replica) -> None:
-        failures, learnt_at = 0, float("-inf")
+        failures, learned_at = 0, float("-inf")
         loop = asyncio.get_running_loop()
         while self._replicas.get(replica.name) is replica:
             reason = await self.check(replica)
@@ -55,8 +55,8 @@ class HealthChecks:
                     logger.info("replica %s is up", replica.name)
                 replica.mark_up()
                 self._replicas.note_up()
-                if loop.time() - learnt_at > LEARN_SECONDS:
-                    learnt_at = loop.time()
+                if loop.time() - learned_at > LEARN_SECONDS:
+                    learned_at = loop.time()
                     await self.learn(replica)
                     self._replicas.note_up()  # some requests wait until `keeps_owners` is known
             else:
@@ -106,18 +106,18 @@ def cache_tokens(metrics: bytes) -> int | None:
     """Return the size of a replica's cache, in tokens, from its Prometheus metrics; None if it is missing or
     invalid."""
     if found := _QUIRE_CACHE.search(metrics):
-        return _whole(found[1])
+        return _parse_count(found[1])
     if found := _VLLM_CACHE.search(metrics):
         labels = dict(re.findall(rb'(\w+)="([^"]*)"', found[1]))
-        blocks, size = _whole(labels.get(b"num_gpu_blocks", b"")), _whole(labels.get(b"block_size", b""))
+        blocks, size = _parse_count(labels.get(b"num_gpu_blocks", b"")), _parse_count(labels.get(b"block_size", b""))
         if blocks is not None and size is not None:
             return blocks * size or None
     return None
 
 
-def _whole(number: bytes) -> int | None:
+def _parse_count(number: bytes) -> int | None:
     try:
         value = float(number)
     except ValueError:
         return None
-    return int(value) if 0 <= value < _MOST else None
+    return int(value) if 0 <= value < _MAX_COUNT else None

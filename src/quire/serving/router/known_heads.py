@@ -15,7 +15,7 @@ MAX_HEADS = 512  # most cached heads; the least recently used is dropped
 MAX_HEAD_BYTES = 4_096  # most bytes of a cached head
 _LENGTHS = (b"\r\ncontent-length: ", b"\r\nContent-Length: ")  # the two common spellings
 _MAX_DIGITS = 15
-_UNKNOWN = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # requests with these always go to the parser
+_UNCACHED = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # requests with these always go to the parser
 Pairs = list[tuple[bytes, bytes]]
 Key = tuple[bytes, bytes]  # the head before and after the digits of the content-length
 
@@ -80,7 +80,7 @@ class KnownHeads:
         of the body."""
         lengths = [value for name, value in head.pairs if name == b"content-length"]
         is_plain = len(lengths) == 1 and lengths[0].isdigit() and int(lengths[0]) == len(request.body)
-        if not is_plain or len(head.pairs) != request.head.count(b"\n") or not _UNKNOWN.isdisjoint(head.headers):
+        if not is_plain or len(head.pairs) != request.head.count(b"\n") or not _UNCACHED.isdisjoint(head.headers):
             return
         head.used_at = loop.time()
         self._heads[request.key] = head

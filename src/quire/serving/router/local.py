@@ -24,10 +24,10 @@ from quire.types.errors import ConfigError
 
 ASK_SECONDS = 10.0  # for one replica's part of a combined response
 _JSON = [(b"content-type", b"application/json")]
-_TO_ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/admin/reset_cache")
-_KEPT = frozenset({*KEY_HEADERS, b"content-type"})  # headers that are forwarded when a request goes to all replicas
-_RETRY = ((b"retry-after", b"1"),)
-_SHOWN = 300  # characters of a replica's error that the router repeats
+_TO_ALL_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/admin/reset_cache")
+_FORWARDED_HEADERS = frozenset({*KEY_HEADERS, b"content-type"})  # for requests that go to all replicas
+_RETRY_AFTER = ((b"retry-after", b"1"),)
+_MAX_ERROR_CHARS = 300  # characters of a replica's error that the router repeats
 Answer = tuple[int, bytes, Headers]
 Handler = Callable[[Request], Awaitable[Answer]]
 
@@ -39,22 +39,22 @@ class LocalPages:
         self._access, self._replicas, self._proxy, self._health = access, replicas, proxy, health
         self._started_at = time.monotonic()
         self.connections: ConnectionState | None = None
-        self._looks: dict[str, Handler] = dict.fromkeys(("/health", "/ready", "/ping"), self._health_page)
-        self._looks |= dict.fromkeys(("/router/status", "/router/replicas"), self._status)
-        self._looks |= {"/metrics": self._metrics, "/v1/models": self._models}
+        self._get_handlers: dict[str, Handler] = dict.fromkeys(("/health", "/ready", "/ping"), self._health_page)
+        self._get_handlers |= dict.fromkeys(("/router/status", "/router/replicas"), self._status)
+        self._get_handlers |= {"/metrics": self._metrics, "/v1/models": self._models}
 
     def find(self, request: Request) -> Handler | None:
         path = request.path.rstrip("/") or "/"
-        if request.method == "GET" and path in self._looks:
-            return self._looks[path]
+        if request.method == "GET" and path in self._get_handlers:
+            return self._get_handlers[path]
         if (request.method, path) == ("POST", "/router/replicas"):
             return self._add
-        if path in _TO_ALL and request.method == "POST" and b"x-replica" not in request.headers:
-            return self._to_all
+        if path in _TO_ALL_PATHS and request.method == "POST" and b"x-replica" not in request.headers:
+            return self._send_to_all
         if path.startswith("/router/replicas/"):
             return self._change
         if path == "/router" or path.startswith("/router/"):
-            return self._nothing
+            return self._not_found
         return None
 
     async def answer(self, handler: Handler, request: Request, client: ClientConnection) -> None:
@@ -65,7 +65,9 @@ class LocalPages:
     async def _health_page(self, _request: Request) -> Answer:
         up = sum(replica.takes_requests for replica in self._replicas)
         body = {"status": "ok" if up else "no replica is up", "replicas": len(self._replicas), "replicas_up": up}
-        return (200, msgspec.json.encode(body), _JSON) if up else (503, msgspec.json.encode(body), [*_JSON, *_RETRY])
+        if not up:
+            return 503, msgspec.json.encode(body), [*_JSON, *_RETRY_AFTER]
+        return 200, msgspec.json.encode(body), _JSON
 
     async def _status(self, _request: Request) -> Answer:
         rows = [_row(replica) for replica in self._replicas]
@@ -115,9 +117,9 @@ class LocalPages:
         for status, body in answers.values():
             if status in (401, 403):
                 return status, body, _JSON
-        raise ApiError(503, "no replica answers this; try again", code="no_replica", headers=_RETRY)
+        raise ApiError(503, "no replica answers this; try again", code="no_replica", headers=_RETRY_AFTER)
 
-    async def _to_all(self, request: Request) -> Answer:
+    async def _send_to_all(self, request: Request) -> Answer:
         """Send a request to every replica. If some fail, the response lists them, with their status if all have the
         same one, else with 502."""
         found = await self._ask_all(request, request.target.decode("latin-1"), with_all=True)
@@ -126,16 +128,16 @@ class LocalPages:
             status, body = next(iter(self._answered(found).values()))
             return status, body, _JSON
         if len(self._answered(found)) == 0:
-            raise ApiError(503, "no replica is up; try again", code="no_replica", headers=_RETRY)
+            raise ApiError(503, "no replica is up; try again", code="no_replica", headers=_RETRY_AFTER)
         states = {502 if isinstance(one, str) else one[0] for one in failed.values()}
         status = min(states) if len(states) == 1 else 502
-        told = {name: one if isinstance(one, str) else f"answered {one[0]}: {_message(one[1])}"
+        reasons = {name: one if isinstance(one, str) else f"answered {one[0]}: {_message(one[1])}"
                 for name, one in failed.items()}  # fmt: skip
         done = ", ".join(name for name in found if name not in failed) or "none"
         message = f"{len(failed)} of {len(found)} replicas did not do this: "
-        message += "; ".join(f"replica {name} {text}" for name, text in told.items()) + f". Done by: {done}"
+        message += "; ".join(f"replica {name} {text}" for name, text in reasons.items()) + f". Done by: {done}"
         error = {"message": message, "type": "server_error" if status >= 500 else "invalid_request_error",
-                 "param": None, "code": "replicas_failed", "replicas": told}  # fmt: skip
+                 "param": None, "code": "replicas_failed", "replicas": reasons}  # fmt: skip
         return status, msgspec.json.encode({"error": error}), [*_JSON, (b"x-routed-to", next(iter(failed)).encode())]
 
     # ------------------------------------------------------------------------------------------- administration
@@ -174,7 +176,7 @@ class LocalPages:
             raise ApiError(405, message, code="method_not_allowed")
         return 200, msgspec.json.encode(_row(replica)), _JSON
 
-    async def _nothing(self, _request: Request) -> Answer:
+    async def _not_found(self, _request: Request) -> Answer:
         raise ApiError(404, "path: the router has /router/status and /router/replicas", code="not_found")
 
     async def _ask_all(
@@ -182,7 +184,7 @@ class LocalPages:
     ) -> dict[str, tuple[int, bytes] | str]:
         """Send a request to all replicas that are up and return their status and body by name. For a replica that did
         not answer, the value is the reason. `with_all`: include replicas that are down."""
-        headers = [pair for pair in request.pairs if pair[0] in _KEPT]
+        headers = [pair for pair in request.pairs if pair[0] in _FORWARDED_HEADERS]
         headers.append((b"accept", b"*/*"))
 
         async def ask(replica: Replica) -> tuple[int, bytes] | str:
@@ -208,9 +210,9 @@ class LocalPages:
 def _message(body: bytes) -> str:
     """Return the error message in a replica's response body, or the beginning of the body."""
     try:
-        return str(msgspec.json.decode(body)["error"]["message"])[:_SHOWN]
+        return str(msgspec.json.decode(body)["error"]["message"])[:_MAX_ERROR_CHARS]
     except (msgspec.DecodeError, KeyError, TypeError, UnicodeError):
-        return body[:_SHOWN].decode("utf-8", "replace")
+        return body[:_MAX_ERROR_CHARS].decode("utf-8", "replace")
 
 
 def _row(replica: Replica) -> dict[str, Any]:

@@ -15,13 +15,13 @@ _SUFFIXES = ("_bucket", "_sum", "_count", "_total", "_created")
 
 def own_metrics(replicas: Sequence[Replica], counts: ProxyCounts, num_connections: int) -> Iterator[str]:
     """Yield the lines of the router's own metrics."""
-    yield from _one("quire_router:requests_total", "counter", "Requests forwarded to replicas.", counts.requests)
-    yield from _one("quire_router:retries_total", "counter", "Attempts of requests after the first.", counts.retries)
-    yield from _one("quire_router:refused_total", "counter", "Requests that no replica answered.", counts.refused)
-    yield from _one("quire_router:errors_total", "counter", "Requests that the router refused.", counts.errors)
-    yield from _one("quire_router:stale_connections_total", "counter",
+    yield from _metric("quire_router:requests_total", "counter", "Requests forwarded to replicas.", counts.requests)
+    yield from _metric("quire_router:retries_total", "counter", "Attempts of requests after the first.", counts.retries)
+    yield from _metric("quire_router:refused_total", "counter", "Requests that no replica answered.", counts.refused)
+    yield from _metric("quire_router:errors_total", "counter", "Requests that the router refused.", counts.errors)
+    yield from _metric("quire_router:stale_connections_total", "counter",
                     "Requests sent again because a reused connection was closed.", counts.stale)  # fmt: skip
-    yield from _one("quire_router:connections", "gauge", "Open client connections.", num_connections)
+    yield from _metric("quire_router:connections", "gauge", "Open client connections.", num_connections)
     table = (
         ("replica_up", "gauge", "Whether a replica takes requests.", lambda one: int(one.takes_requests)),
         ("replica_in_flight", "gauge", "Requests of this router in flight at a replica.", lambda one: one.load),
@@ -89,6 +89,6 @@ def _head(name: str, kind: str, text: str) -> Iterator[str]:
     yield f"# TYPE {name} {kind}"
 
 
-def _one(name: str, kind: str, text: str, value: float) -> Iterator[str]:
+def _metric(name: str, kind: str, text: str, value: float) -> Iterator[str]:
     yield from _head(name, kind, text)
     yield f"{name} {value}"

@@ -32,7 +32,7 @@ _ARGUMENTS: dict[str, list[type[ctypes._SimpleCData[Any]]]] = {
     "quire_delete_tree": [c_void_p],
     "quire_new_tree": [],
 }
-_NOTHING = ("quire_clear_tree", "quire_delete_tree")  # functions that return void
+_VOID = ("quire_clear_tree", "quire_delete_tree")  # functions that return void
 
 
 class Unavailable(Exception):
@@ -97,14 +97,14 @@ class NativeTree:
         return int(self._bytes(self._tree))
 
     def match(self, keys: Sequence[int]) -> int:
-        numbers = _numbers(keys)
+        numbers = _as_array(keys)
         held: int = self._match(self._tree, *numbers.buffer_info())
         return held
 
     def insert(self, keys: Sequence[int], count: int, held: int | None, capacity: int) -> int:
         """Insert the first `count` chunks, of which the tree already holds the first `held` (None: compute it with
         `match`). Then evict the least recently used chunks beyond `capacity` bytes. Returns `held`."""
-        numbers = _numbers(keys)
+        numbers = _as_array(keys)
         at, size = numbers.buffer_info()
         found: int = self._insert(self._tree, at, size, count, -1 if held is None else held, self._ends_at, capacity)
         return found
@@ -133,7 +133,7 @@ def open_library() -> ctypes.PyDLL:
         if library.quire_router_source().decode() == digest:
             for name, arguments in _ARGUMENTS.items():
                 function = getattr(library, name)
-                function.argtypes, function.restype = arguments, None if name in _NOTHING else c_int64
+                function.argtypes, function.restype = arguments, None if name in _VOID else c_int64
             library.quire_new_tree.restype = c_void_p
             return library
     raise Unavailable("the router's compiled code was built from other sources; reinstall Quire")
@@ -149,5 +149,5 @@ def _address(numbers: array[int]) -> int:
     return numbers.buffer_info()[0]
 
 
-def _numbers(keys: Sequence[int]) -> array[int]:
+def _as_array(keys: Sequence[int]) -> array[int]:
     return keys if isinstance(keys, array) else array("q", keys)

@@ -11,9 +11,9 @@ from quire.serving.http.guard import is_for_admins
 from quire.serving.http.key_ring import KEY_HEADERS
 
 _STORED = re.compile(r"/(?:responses|files|batches)/([^/?]+)")
-_OF_TENANT = re.compile(r"/(?:files|batches)(?:/|$)")  # lists and uploads: all those of one tenant go to one replica
+_TENANT_PATH = re.compile(r"/(?:files|batches)(?:/|$)")  # lists and uploads: all those of one tenant go to one replica
 _JSON = (b"application/json", b"text/json", b"")
-_KEPT_PATH = 200  # longest path, in characters, whose facts are cached
+_MAX_CACHED_PATH = 200  # longest path, in characters, whose facts are cached
 
 
 class PathFacts(NamedTuple):
@@ -29,19 +29,19 @@ class PathFacts(NamedTuple):
 
 def read_path(method: str, path: str) -> PathFacts:
     """Return the facts of a method and a path. Generating text changes no state, so such a request may be repeated."""
-    return _read_path(method, path) if len(path) <= _KEPT_PATH else _read_path.__wrapped__(method, path)
+    return _read_path(method, path) if len(path) <= _MAX_CACHED_PATH else _read_path.__wrapped__(method, path)
 
 
 @lru_cache(maxsize=256)
 def _read_path(method: str, path: str) -> PathFacts:
-    stored, is_of_tenant = _STORED.search(path), _OF_TENANT.search(path) is not None
-    is_look = method in ("GET", "HEAD", "OPTIONS")
+    stored, is_of_tenant = _STORED.search(path), _TENANT_PATH.search(path) is not None
+    is_read_only = method in ("GET", "HEAD", "OPTIONS")
     return PathFacts(
-        may_repeat=is_look or (method == "POST" and not is_of_tenant and not is_for_admins(path)),
+        may_repeat=is_read_only or (method == "POST" and not is_of_tenant and not is_for_admins(path)),
         stored=stored[1] if stored else "",
         is_of_tenant=is_of_tenant,
         is_admin=path.startswith("/admin"),
-        changes_replica=path.startswith("/admin") and not is_look,
+        changes_replica=path.startswith("/admin") and not is_read_only,
         is_fork=path.rstrip("/").endswith("/fork"),
     )
 

@@ -18,9 +18,9 @@ _GROWTH = 8  # a chunk has 1/8 of the bytes before it, at least CHUNK_BYTES: lon
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user", "cache_salt")
 _ANSWER_FIELDS = ("previous_response_id", "input_file_id")
 _PROMPT_FIELDS = ("prompt", "input", "input_ids", "text", "texts", "query", "documents", "content", "input_prefix")
-_BEFORE = ("system", "instructions", "tools", "functions", "documents", "template")  # rendered before the messages
+_PREAMBLE = ("system", "instructions", "tools", "functions", "documents", "template")  # rendered before the messages
 _MESSAGES = ("messages", "input")
-_NAMING, _ANY_BEFORE = frozenset((*_SESSION_FIELDS, *_ANSWER_FIELDS)), frozenset(_BEFORE)
+_NAMING_FIELDS, _ANY_PREAMBLE = frozenset((*_SESSION_FIELDS, *_ANSWER_FIELDS)), frozenset(_PREAMBLE)
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
@@ -96,7 +96,7 @@ def read_by_msgspec(body: bytes, session: str, tenant: bytes, *, is_fork: bool) 
         return Prompt(session=session)
     text = b"\0".join(_parts(fields))
     model = _text(fields.get("model")) or _text(fields.get("lora_path"))
-    if not is_fork and _NAMING.isdisjoint(fields):  # the usual case
+    if not is_fork and _NAMING_FIELDS.isdisjoint(fields):  # the usual case
         return Prompt(model, chunk_keys(_root(tenant, "", model), text), len(text), session)
     root = _root(tenant, _text(fields.get("cache_salt")), model)
     session = session or _first_text(fields, _SESSION_FIELDS)
@@ -125,7 +125,7 @@ def chunk_keys(root: int, text: bytes) -> Sequence[int]:
 def _parts(fields: dict[str, Any]) -> list[bytes]:
     """Return the parts of the prompt in the order in which chat templates render them: strings as text, other values as
     compact JSON."""
-    parts = [] if _ANY_BEFORE.isdisjoint(fields) else [_bytes(fields[name]) for name in _BEFORE if name in fields]
+    parts = [] if _ANY_PREAMBLE.isdisjoint(fields) else [_bytes(fields[name]) for name in _PREAMBLE if name in fields]
     for name in _MESSAGES:
         value = fields.get(name)
         if isinstance(value, list) and value and isinstance(value[0], dict):

@@ -26,9 +26,9 @@ from quire.serving.router.replica_set import ReplicaSet
 
 logger = logging.getLogger("quire.router")
 
-_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"x-replica"}
-_OF_KEY = frozenset({*KEY_HEADERS, CLIENT_HEADER})
-_MAX_FORWARDED = 8  # most cached forms of one head, by replica address and client
+_DROPPED_HEADERS = HOP_BY_HOP | {b"host", b"content-length", b"x-replica"}
+_KEY_HEADERS = frozenset({*KEY_HEADERS, CLIENT_HEADER})
+_MAX_CACHED_FORMS = 8  # most cached forms of one head, by replica address and client
 
 
 @dataclass(slots=True)
@@ -62,11 +62,11 @@ class Job:
     prompt: Prompt
     search: Search
     facts: PathFacts
-    left: int  # attempts left
+    attempts_left: int
     tried: list[Replica] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     refusals: dict[str, Outcome] = field(default_factory=dict)  # by kind, the last outcome without an answer
-    counted: Replica | None = None  # the replica whose `load` includes this request
+    loaded_replica: Replica | None = None  # the replica whose `load` includes this request
 
 
 class Proxy:
@@ -89,24 +89,24 @@ class Proxy:
         job = Job(request, client, prompt, self._search(prompt, facts), facts.path, self._config.max_attempts)
         choice = self._choose(job)
         if choice is None:
-            self._go_on(job)
+            self._continue_in_task(job)
             return
         self._begin(job, choice)  # before anything waits: the next choice must see this load
         try:
             connection = self._take_idle(job, choice)
             if connection is None:
-                self._go_on(job, choice)
+                self._continue_in_task(job, choice)
             else:
-                self._send(job, choice.replica, connection, partial(self._sent, job, choice))
+                self._send(job, choice.replica, connection, partial(self._first_attempt_ended, job, choice))
         except BaseException:
             self._release(job)
             raise
 
-    def _go_on(self, job: Job, choice: Choice | None = None, *, is_stale: bool = False) -> None:
+    def _continue_in_task(self, job: Job, choice: Choice | None = None, *, is_stale: bool = False) -> None:
         """Continue the request in a task. When the task ends, even if cancelled before its first step, the load is
         released."""
         work = partial(self._forward, job, choice, is_stale=is_stale)
-        task = job.client.go_on(self.guard(work, job.request, job.client))
+        task = job.client.continue_in_task(self.guard(work, job.request, job.client))
         task.add_done_callback(lambda _: self._release(job))
 
     def _take_idle(self, job: Job, choice: Choice) -> ReplicaConnection | None:
@@ -114,24 +114,24 @@ class Proxy:
         closing, and then the router cannot know whether the request arrived."""
         return self._replicas.pool(choice.replica).take_idle() if job.facts.may_repeat else None
 
-    def _sent(self, job: Job, choice: Choice, outcome: Outcome) -> None:
+    def _first_attempt_ended(self, job: Job, choice: Choice, outcome: Outcome) -> None:
         """Handle the end of the first attempt. Starts a task if another attempt is needed."""
         if outcome.kind == "done" and not job.search.is_open:  # the usual case
             self._release(job)
             job.client.complete()
         elif outcome.kind == "failed" and outcome.is_stale:
-            self._go_on(job, choice, is_stale=True)
+            self._continue_in_task(job, choice, is_stale=True)
         elif self._end(job, choice, outcome):
             job.client.complete()
         else:
-            self._go_on(job)
+            self._continue_in_task(job)
 
     async def _forward(self, job: Job, choice: Choice | None, *, is_stale: bool) -> None:
         """Make the remaining attempts of a request. `choice` is an attempt that `_begin` has counted; None: choose one.
         `is_stale`: its reused connection had closed before the replica saw the request."""
         clock = asyncio.get_running_loop().time
         until = clock() + self._config.waits.connect
-        while job.left:
+        while job.attempts_left:
             if choice is None:
                 if (choice := self._choose(job)) is None:
                     if job.tried or clock() >= until or not await self._replicas.wait_up(until - clock()):
@@ -158,9 +158,9 @@ class Proxy:
             refusal = None if failures else refusals["missing"]
         if refusal is not None:
             has_body = job.request.method != "HEAD"
-            job.client.reply(refusal.status, refusal.body, _own_headers(refusal), has_body=has_body)
+            job.client.reply(refusal.status, refusal.body, _without_content_length(refusal), has_body=has_body)
             return
-        raise ApiError(503, _nobody(failures), code="no_replica", headers=((b"retry-after", b"1"),))
+        raise ApiError(503, _no_replica_message(failures), code="no_replica", headers=((b"retry-after", b"1"),))
 
     async def guard(self, work: Callable[[], Awaitable[None]], request: Request, client: ClientConnection) -> None:
         """Run `work` for a request. If it raises, answer the request with the error."""
@@ -186,7 +186,7 @@ class Proxy:
         self.counts.retries += bool(job.tried)
         job.tried.append(replica)
         replica.load += 1
-        job.counted = replica
+        job.loaded_replica = replica
         counts.requests += 1
         counts.prompt_bytes += job.prompt.num_bytes
         counts.matched_bytes += choice.matched
@@ -194,15 +194,15 @@ class Proxy:
 
     def _release(self, job: Job) -> None:
         """Take the request off the load of its replica. Does nothing if it is on none."""
-        replica, job.counted = job.counted, None
+        replica, job.loaded_replica = job.loaded_replica, None
         if replica is not None:
             replica.load -= 1
             if replica.is_removed:
                 self._replicas.forget_if_done(replica)
 
     def _end(self, job: Job, choice: Choice, outcome: Outcome) -> bool:
-        """Count the outcome of an attempt. Returns whether the request is answered. Sets `job.left` to 0 if no other
-        replica may be asked."""
+        """Count the outcome of an attempt. Returns whether the request is answered. Sets `job.attempts_left` to 0 if no
+        other replica may be asked."""
         replica, counts, kind = choice.replica, choice.replica.counts, outcome.kind
         self._release(job)
         if kind == "done":
@@ -218,7 +218,7 @@ class Proxy:
         job.refusals[kind] = outcome
         if kind == "missing":
             return False
-        job.left -= 1
+        job.attempts_left -= 1
         job.failures.append(f"replica {replica.name} {outcome.reason}")
         if kind == "busy":
             counts.busy += 1
@@ -226,13 +226,13 @@ class Proxy:
         counts.failures += 1
         if kind == "late":  # it may be healthy: only its health checks mark it down
             logger.warning("replica %s %s", replica.name, outcome.reason)
-            job.left = 0
+            job.attempts_left = 0
             return False
         logger.warning("replica %s %s before it answered", replica.name, outcome.reason)
         if replica.is_up:
             replica.mark_down(outcome.reason)
         if not outcome.never_sent and not job.facts.may_repeat:
-            job.left = 0
+            job.attempts_left = 0
         return False
 
     async def _attempt(self, job: Job, choice: Choice, *, is_stale: bool = False) -> Outcome:
@@ -247,7 +247,7 @@ class Proxy:
                 except ReplicaFailed as error:
                     return Outcome("failed", error.reason, never_sent=True)
             ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-            self._send(job, choice.replica, connection, partial(_tell, ended))
+            self._send(job, choice.replica, connection, partial(_set_outcome, ended))
             outcome = await ended
             if is_stale or not (outcome.kind == "failed" and outcome.is_stale):
                 return outcome
@@ -282,10 +282,10 @@ class Proxy:
         kept, place = request.head.forwarded, (replica.place, request.owner)
         if (lines := kept.get(place)) is not None:
             return lines
-        key, dropped = self._config.replica_key, _DROPPED
+        key, dropped = self._config.replica_key, _DROPPED_HEADERS
         if key is not None:
             key = None if is_for_admins(request.path) else key
-            dropped = _DROPPED if key is None else _DROPPED | _OF_KEY
+            dropped = _DROPPED_HEADERS if key is None else _DROPPED_HEADERS | _KEY_HEADERS
         if b"connection" in request.headers:
             dropped = dropped | {name.strip().lower() for name in request.headers[b"connection"].split(b",")}
         host = replica.host_bytes
@@ -297,7 +297,7 @@ class Proxy:
             parts.append(b"authorization: Bearer %b\r\n" % key.encode())
             if request.owner:
                 parts.append(b"%b: %b\r\n" % (CLIENT_HEADER, request.owner.encode()))
-        if len(kept) >= _MAX_FORWARDED:
+        if len(kept) >= _MAX_CACHED_FORMS:
             kept.clear()
         kept[place] = b"".join(parts)
         return kept[place]
@@ -323,9 +323,9 @@ class Proxy:
         request, search, tried, facts = job.request, job.search, job.tried, job.facts
         usable = self._replicas.usable(tried)
         if request.owner and self._config.replica_key is not None and (search.name or facts.is_of_tenant):
-            usable = self._keeping_owners(usable)
+            usable = self._with_separate_clients(usable)
         if (asked := request.head.facts.asked) is not None:
-            return self._asked(asked, usable, tried)
+            return self._find_named(asked, usable, tried)
         if facts.changes_replica:
             message = "x-replica: /admin changes one replica; name it in this header, see /router/status"
             raise ApiError(400, message, code="replica_needed", param="x-replica")
@@ -342,7 +342,7 @@ class Proxy:
             usable = [one for one in usable if one.models is None or model in one.models] or usable
         return self._chooser.choose(usable, job.prompt)
 
-    def _keeping_owners(self, usable: Sequence[Replica]) -> list[Replica]:
+    def _with_separate_clients(self, usable: Sequence[Replica]) -> list[Replica]:
         """Return the replicas that separate stored objects by client although all requests carry the router's key.
         Raises ApiError if all of `usable` have reported that they do not."""
         keeping = [replica for replica in usable if replica.keeps_owners]
@@ -354,7 +354,7 @@ class Proxy:
             raise ApiError(403, message, code="owners_mixed")
         return keeping
 
-    def _asked(self, name: str, usable: Sequence[Replica], tried: Sequence[Replica]) -> Choice | None:
+    def _find_named(self, name: str, usable: Sequence[Replica], tried: Sequence[Replica]) -> Choice | None:
         if any(replica.name == name for replica in tried):
             return None
         found = next((replica for replica in usable if replica.name == name), None)
@@ -375,15 +375,15 @@ def _read(request: Request, facts: HeadFacts) -> Prompt:
     return read_prompt(request.body, request.headers, facts.tenant, is_fork=facts.path.is_fork)
 
 
-def _tell(ended: asyncio.Future[Outcome], outcome: Outcome) -> None:
+def _set_outcome(ended: asyncio.Future[Outcome], outcome: Outcome) -> None:
     if not ended.done():
         ended.set_result(outcome)
 
 
-def _own_headers(refusal: Outcome) -> list[tuple[bytes, bytes]]:
+def _without_content_length(refusal: Outcome) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in refusal.headers if name != b"content-length"]
 
 
-def _nobody(failures: Sequence[str]) -> str:
+def _no_replica_message(failures: Sequence[str]) -> str:
     what = "; ".join(failures) or "no replica is up"
     return f"no replica could take this request: {what}; try again"

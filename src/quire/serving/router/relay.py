@@ -51,8 +51,9 @@ class Relay:
     """
 
     __slots__ = (
-        "_client", "_framing", "_has_begun", "_has_body", "_has_ended", "_headers", "_heard_at", "_is_paused", "_kept",
-        "_on_end", "_on_id", "_path", "_refusals", "_replica", "_sent_at", "_status", "_time", "_upstream", "_waits",
+        "_client", "_framing", "_has_begun", "_has_body", "_has_ended", "_headers", "_is_paused", "_kept",
+        "_last_read_at", "_on_end", "_on_id", "_path", "_refusals", "_replica", "_sent_at", "_status", "_time",
+        "_upstream", "_waits",
     )  # fmt: skip
 
     def __init__(
@@ -78,18 +79,18 @@ class Relay:
         self._status, self._headers, self._framing = 0, Headers(), b""
         self._kept = b""  # an incomplete event, or the body of a refusal
         self._has_begun = self._is_paused = self._has_ended = False
-        self._sent_at = self._heard_at = 0.0
+        self._sent_at = self._last_read_at = 0.0
 
     def start(self, upstream: ReplicaConnection, data: Sequence[bytes]) -> None:
         self._upstream = upstream
-        self._sent_at = self._heard_at = self._time()
-        self._client.take_from(self, min(self._waits.head, self._waits.idle))
+        self._sent_at = self._last_read_at = self._time()
+        self._client.set_source(self, min(self._waits.head, self._waits.idle))
         self._replica.waiting.add(self)
         upstream.send(data, self, has_body=self._has_body)
 
     # ------------------------------------------------------------------------------------ Receiver: replica
     def head(self, status: int, headers: Headers) -> None:
-        self._status, self._headers, self._heard_at = status, headers, self._time()
+        self._status, self._headers, self._last_read_at = status, headers, self._time()
         for name, kind in headers:
             if name == b"content-type":
                 if kind.startswith(b"text/event-stream"):
@@ -99,12 +100,12 @@ class Relay:
                 return
 
     def body(self, data: bytes) -> None:
-        self._heard_at = self._time()
+        self._last_read_at = self._time()
         if self._status in self._refusals and not self._has_begun:
             self._kept += data[: MAX_BUSY_BODY - len(self._kept)]
             return
         if self._framing:
-            data = self._whole_events(data)
+            data = self._take_whole_events(data)
             if not data:
                 return
         if self._has_begun:
@@ -146,7 +147,7 @@ class Relay:
         """Detach from the replica and the client without calling `on_end`."""
         self._has_ended, self._upstream = True, None
         self._replica.waiting.discard(self)
-        self._client.leave_source()
+        self._client.clear_source()
 
     # ------------------------------------------------------------------------------------------- internals
     def _begin(self, first: bytes) -> None:
@@ -160,7 +161,7 @@ class Relay:
         if found := _ID.search(first[:_ID_WITHIN]):
             self._on_id(found[1].decode("latin-1"), self._replica)
 
-    def _whole_events(self, data: bytes) -> bytes:
+    def _take_whole_events(self, data: bytes) -> bytes:
         """Return the kept bytes and `data` up to the end of the last whole event, and keep the rest."""
         if self._kept:
             data = self._kept + data
@@ -195,20 +196,20 @@ class Relay:
             self._upstream.pause()
 
     def resume(self) -> None:
-        self._is_paused, self._heard_at = False, self._time()
+        self._is_paused, self._last_read_at = False, self._time()
         if self._upstream is not None:
             self._upstream.resume()
 
     def check_time(self) -> None:
         now = self._time()
         if self._has_begun:
-            left, limit = self._heard_at + self._waits.idle - now, self._waits.idle
+            left, limit = self._last_read_at + self._waits.idle - now, self._waits.idle
         else:
             left, limit = self._sent_at + self._waits.head - now, self._waits.head
         if self._is_paused:
             left = limit
         if left > 0:
-            self._client.take_from(self, left)
+            self._client.set_source(self, left)
             return
         self._stop_replica()
         reason = f"sent nothing for {limit:g} s"

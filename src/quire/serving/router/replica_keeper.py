@@ -72,9 +72,9 @@ class ReplicaKeeper:
                 continue
             has_ended = one.child.has_ended  # read before the messages: the last message may be the cause
             one.child.flush()
-            self._hear(one, one.child)
+            self._receive(one, one.child)
             if has_ended:
-                await self._bury(one)
+                await self._clean_up(one)
 
     def signal(self, number: signal.Signals) -> None:
         for one in self._kept:
@@ -112,7 +112,7 @@ class ReplicaKeeper:
             return
         one.child.send(ReplicaStart(one.config, self._keys))
 
-    def _hear(self, one: KeptReplica, child: ChildProcess) -> None:
+    def _receive(self, one: KeptReplica, child: ChildProcess) -> None:
         for message in child.receive():
             if isinstance(message, ReplicaReady):
                 one.is_ready = one.was_ever_ready = True
@@ -122,10 +122,10 @@ class ReplicaKeeper:
             elif isinstance(message, Fatal):
                 one.fatal = message.reason
 
-    async def _bury(self, one: KeptReplica) -> None:
+    async def _clean_up(self, one: KeptReplica) -> None:
         child, one.child = one.child, None
         assert child is not None
-        self._hear(one, child)
+        self._receive(one, child)
         ending = await asyncio.to_thread(child.reap)
         one.replica.mark_down("ended")
         if self._is_stopping:

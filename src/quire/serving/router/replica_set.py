@@ -105,7 +105,7 @@ class ReplicaSet:
         """Send a small request and return the status, headers and body of its response. Raises ReplicaFailed, after
         `seconds` at the latest. With empty `headers` the request carries the router's key for its own requests, if
         there is one. Otherwise `headers` carry the client's key, which `replica_key` replaces except on admin paths."""
-        answer = _Answer()
+        answer = _ResponseCollector()
         connection: ReplicaConnection | None = None
         try:
             async with asyncio.timeout(seconds):
@@ -131,7 +131,7 @@ class ReplicaSet:
         return [*kept, (b"authorization", b"Bearer " + key.encode()), *own]
 
 
-class _Answer:
+class _ResponseCollector:
     """A `Receiver` that collects a whole response. `whole` resolves to its status, headers and body."""
 
     def __init__(self) -> None:

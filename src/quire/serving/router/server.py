@@ -28,7 +28,7 @@ from quire.serving.router.replica_set import ReplicaSet
 logger = logging.getLogger("quire.router")
 
 _GC_THRESHOLDS = (20_000, 20, 50)  # requests leave no reference cycles, and a collection costs more than a request
-_TICK_SECONDS = 0.02  # poll interval for busy connections while the router stops
+_POLL_SECONDS = 0.02  # poll interval for busy connections while the router stops
 
 
 class Router:
@@ -64,7 +64,9 @@ class Router:
                 head.admitted_by, head.owner = self.keys.version, request.owner
                 self.proxy.forward(request, client)
             else:
-                client.go_on(self.proxy.guard(partial(self._pages.answer, page, request, client), request, client))
+                client.continue_in_task(
+                    self.proxy.guard(partial(self._pages.answer, page, request, client), request, client)
+                )
         except Exception as error:  # noqa: BLE001 - ends only this request
             self.proxy.reply_error(request, client, error)
             client.complete()
@@ -97,7 +99,7 @@ class Router:
         for connection in list(connections):
             connection.close_if_idle()
         while any(connection.is_busy for connection in connections) and loop.time() < until:
-            await asyncio.sleep(_TICK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         for connection in list(connections):
             connection.cut()
         await asyncio.sleep(0)
@@ -108,16 +110,16 @@ async def serve_until_signal(
 ) -> int:
     """Serve until SIGTERM or SIGINT; a second signal stops at once. SIGHUP calls `on_hangup`. Returns the exit code."""
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    stop_requested = asyncio.Event()
     forced: list[int] = []
     serving = asyncio.current_task()
 
     def stop(number: int) -> None:
-        if told.is_set():
+        if stop_requested.is_set():
             forced.append(number)
             if serving is not None:
                 serving.cancel()
-        told.set()
+        stop_requested.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
@@ -130,7 +132,7 @@ async def serve_until_signal(
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
             on_ready()
-            await told.wait()
+            await stop_requested.wait()
             logger.info("stopping: requests in flight may finish")
     except asyncio.CancelledError:
         if not forced:
