@@ -77,6 +77,6 @@ def test_a_request_whose_row_is_not_finite_fails_alone() -> None:
         core.submit(each)
     ends = {end.request_id: end for end in core.step().finished}
     assert [ends[name].error is None for name in "abc"] == [True, False, True]
-    assert "not finite" in (ends["b"].error or "")
+    assert "NaN or infinite" in (ends["b"].error or "")
     assert ends["b"].pooled == b""
     assert core.dead is None

@@ -78,7 +78,7 @@ def test_swapping_can_be_tried(file: Path, capsys: pytest.CaptureFixture[str]) -
         (["--num-kv-blocks", "0"], "num_kv_blocks"),
         (["--check", "--html", "page.html"], "html: is of no use with --check"),
         (["--check", "--rows", "3"], "rows: is of no use with --check"),
-        (["--policy", "static", "--host-cache-blocks", "9"], "host_cache_memory: moves blocks"),
+        (["--policy", "static", "--host-cache-blocks", "9"], "host_cache_memory: needs blocks allocated on demand"),
         (["--policy", "static", "--preemption", "swap"], "preemption"),
         (["--policy", "static", "--enable-prefix-caching"], "enable_prefix_caching: shares memory"),
         (["--html", "/nowhere/page.html"], "html: /nowhere/page.html cannot be written"),

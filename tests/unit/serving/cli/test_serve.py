@@ -60,7 +60,7 @@ def test_defaults_for_templates_and_usage_become_settings() -> None:
     made = config("--default-chat-template-kwargs", '{"enable_thinking": false}', "--enable-force-include-usage")
     assert (made.source.chat_template_kwargs, made.force_include_usage) == ({"enable_thinking": False}, True)
     assert (config().source.chat_template_kwargs, config().force_include_usage) == ({}, False)
-    with pytest.raises(ConfigError, match="default_chat_template_kwargs: 'not a name' is no name"):
+    with pytest.raises(ConfigError, match="default_chat_template_kwargs: 'not a name' is not a valid name"):
         config("--default-chat-template-kwargs", '{"not a name": 1}')
 
 
