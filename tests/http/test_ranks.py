@@ -48,7 +48,7 @@ def ask(server: RealServer, number: int, max_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "was halted")]
+    ("number", "said"), [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "was stopped by a signal")]
 )
 def test_a_rank_that_fails_is_named_and_a_new_engine_answers(
     server: RealServer, number: signal.Signals, said: str
