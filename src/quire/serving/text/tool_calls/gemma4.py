@@ -23,7 +23,7 @@ MARKS = (START, END, QUOTE, RESPONSE)
 _CALL = "call:"
 _NAME_CHARACTERS = 256
 _VALUE_ENDS = (",", "}", "]", END)
-_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_JSON_CHARACTERS = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)  # of a JSON string, up to its end quote
 
 
 def _write_call(lark: LarkGrammar, prefix: str, function: Function) -> str:
@@ -126,14 +126,17 @@ class Gemma4Reader(CallReader):
 
     def _read_bare(self) -> Reading[str]:
         """Take a value without Gemma's quotes up to what ends it, which stays. It may have the quotes of JSON."""
-        while self._buffer[0] == '"' and END not in self._buffer:
-            quoted = _JSON_STRING.match(self._buffer)
-            if quoted is not None:
-                return self._take(quoted.end())
+        read = 1  # characters of a quoted string that were matched: each is looked at once, however it is streamed
+        while self._buffer[0] == '"':
+            characters = _JSON_CHARACTERS.match(self._buffer, read)
+            assert characters is not None
+            has_end = self._buffer.find(END, max(0, read - len(END)), characters.end() + 1) >= 0
+            read = characters.end()
+            if has_end:
+                break
+            if self._buffer.startswith('"', read):
+                return self._take(read + 1)
             yield from self._more()
-        quoted = _JSON_STRING.match(self._buffer)
-        if quoted is not None and quoted.end() <= self._buffer.find(END):
-            return self._take(quoted.end())
         pieces: list[str] = []
         while True:
             places = [place for end in _VALUE_ENDS if (place := self._buffer.find(end)) >= 0]

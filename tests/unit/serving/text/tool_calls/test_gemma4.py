@@ -13,6 +13,7 @@ from quire.serving.text.chat_template import ChatTemplate
 from quire.serving.text.message_reading import MessageReading
 from quire.serving.text.parts import PlainReader
 from quire.serving.text.reasoning import ReasoningReader, reasoning_format_named
+from quire.serving.text.tool_calls import gemma4
 from quire.serving.text.tool_calls.derived import PROBE_TOOLS
 from quire.serving.text.tool_calls.formats import tool_format, tool_format_named
 from split_text import Joined, all_cuts, read
@@ -53,6 +54,22 @@ def test_arguments_are_read_as_json_however_the_text_is_cut(arguments: str, expe
     json.loads(expected)
     for cuts in ((), *all_cuts(len(text))):
         assert read(lambda: GEMMA4.reader(TOOLS, None), text, cuts) == whole, cuts
+
+
+def test_a_quoted_string_without_end_is_scanned_once_however_it_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, scanned, pattern = '<|tool_call>call:f{x:"' + 'ab\\" ' * 200, 0, gemma4._JSON_CHARACTERS
+
+    class Counting:
+        def match(self, buffer: str, start: int) -> Any:
+            nonlocal scanned
+            found = pattern.match(buffer, start)
+            assert found is not None
+            scanned += found.end() - start
+            return found
+
+    monkeypatch.setattr(gemma4, "_JSON_CHARACTERS", Counting())
+    read(lambda: GEMMA4.reader(TOOLS, None), text, tuple(range(24, len(text), 3)))
+    assert 900 < scanned <= len(text)
 
 
 def test_marks_that_models_write_again_behind_a_call_are_dropped() -> None:
