@@ -16,7 +16,7 @@ from quire.runtime.loading.gguf.shards import shard_paths
 from quire.runtime.loading.hf.directory import weight_files
 from quire.types.errors import ModelLoadError
 
-FORMAT = 3  # incremented when the same fields mean other bytes in a block
+FORMAT = 4  # incremented when the same fields mean other bytes in a block
 _HEAD, _SAMPLE, _NUM_SAMPLES = 1 << 18, 1 << 12, 256  # bytes read of a file: its head, and samples spread over it
 
 
@@ -39,8 +39,7 @@ def cache_namespace(
         device.quantization,
         device.attention_backend,
     )
-    adapter = b""  # reserved for its content
-    for value in (settings, config.cache.block_size, config.cache.layout, adapter, model):
+    for value in (settings, config.cache.block_size, config.cache.layout, model):
         digest.update(_framed(value))
     if config.cache.groups.window is not None:  # window blocks hold the layers with a window
         digest.update(_framed(("windows", config.cache.groups.num_window_blocks)))

@@ -44,7 +44,7 @@ class PlainModel:
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         settings = DeviceConfig(str(device), "float32", "float32", attention_backend="reference")
         self.model: BaseModel = build_model(config, LayerBuilder(settings, config.heads))
-        self.embedding, self.blocks, self.norm, self.head = self.model._parts
+        self.embedding, self.blocks, self.norm, self.head = self.model.parts
         self._layers = list(weight_layers(self.model))
 
     def parts_of(self, module: nn.Module) -> list[tuple[WeightLayer, dict[str, str]]]:

@@ -141,7 +141,7 @@ def _add_balance(parser: argparse.ArgumentParser) -> None:
             "--load-factor",
             float,
             factor,
-            f"a replica is overloaded above N times the mean load plus --load-slack ({factor:g})",
+            f"a replica is overloaded from N times the mean load plus --load-slack on ({factor:g})",
         ),
         ("--load-slack", float, slack, f"requests added to the limit of --load-factor ({slack:g})"),
         ("--max-attempts", int, 3, "most replicas to which one request is sent, one after the other (3)"),

@@ -180,7 +180,7 @@ class EdgeKeeper:
         try:
             seat.child = ChildProcess(self._module, inherit=fds)
         except OSError as error:
-            self._plan_restart(seat, f"no process can be started: {error}")
+            self._plan_restart(seat, f"cannot start a process: {error}")
             return
         start = EdgeStart(
             self._config, seat.edge, seat.listen_fd, str(self._directory), seat.place, admin_fd=self._admin_fd

@@ -121,7 +121,7 @@ class EngineKeeper:
         try:
             self.child, self._spawned = ChildProcess(self._module, spawned=self._spawned), None
         except OSError as error:
-            self._plan_restart(f"no process can be started: {error}")
+            self._plan_restart(f"cannot start a process: {error}")
             return
         address = f"ipc://{self._file('engine')}"
         config = self._config

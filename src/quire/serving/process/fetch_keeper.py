@@ -25,7 +25,7 @@ class FetchKeeper:
         try:
             self._child: ChildProcess | None = ChildProcess(module, inherit=fds)
         except OSError as error:
-            raise FetchFailed(f"no process can be started: {error}") from None
+            raise FetchFailed(f"cannot start a process: {error}") from None
         self._child.send(FetchStart(config, fds))
 
     def run(self, wait: Callable[[ChildProcess], bool], progress: Progress) -> ServerConfig | None:

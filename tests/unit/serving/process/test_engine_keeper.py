@@ -84,5 +84,5 @@ def test_an_engine_for_which_there_is_no_room_is_tried_again_and_then_given_up(
     assert keeper.child is None
     assert keeper.failure is None
     keeper.poll(time.monotonic() + 3600)
-    assert keeper.failure == "no process can be started: [Errno 11] Resource temporarily unavailable"
+    assert keeper.failure == "cannot start a process: [Errno 11] Resource temporarily unavailable"
     assert reasons == [keeper.failure] * 2
