@@ -106,7 +106,7 @@ class DecodeGraphs:
 
     def rehearse(self, kind: DecodeKind) -> None:
         """Launch each kernel of a graph at least once, over padding only."""
-        self._forward.write(NO_ROWS, kind)
+        self._forward.write_padding(kind)
         self._choose(kind, self._logits(kind, layers=self._model.num_varied), self._listing(kind))
 
     def capture(self, bucket: int) -> None:

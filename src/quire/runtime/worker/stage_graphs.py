@@ -43,7 +43,7 @@ class HiddenGraphs:
 
     def rehearse(self, kind: DecodeKind) -> None:
         """Launch each kernel of a graph at least once, over padding only."""
-        self._forward.write(NO_ROWS, kind)
+        self._forward.write_padding(kind)
         self._forward.hidden(kind, self._model.num_varied)
 
     def capture(self, bucket: int) -> None:
