@@ -12,11 +12,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from triton import AsyncCompileMode, knobs
@@ -44,8 +44,19 @@ def begin_early() -> None:
         _join_at_launch()
 
 
+class Compilations:
+    """The compilations that one `compiling_only` began."""
+
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
+        self._futures = futures
+
+    def are_done(self) -> bool:
+        """Whether a launch of these kernels would not wait. Also true for those that failed."""
+        return all(future.done() for future in self._futures)
+
+
 @contextmanager
-def compiling_only(*, wait: bool = True) -> Iterator[None]:
+def compiling_only(*, wait: bool = True) -> Iterator[Compilations]:
     """Within this context, a kernel launch in this thread only compiles the kernel; its outputs are not written.
 
     On exit, waits for the compilations; with `wait=False`, child processes do them in the background. A compilation
@@ -53,10 +64,10 @@ def compiling_only(*, wait: bool = True) -> Iterator[None]:
     which compiles nothing, nor when nested in the same thread, where the outer context decides whether to wait.
     """
     if INTERPRETED or is_compiling_only():
-        yield
+        yield Compilations(())
         return
-    with _compile_only_launches(), _Mode(wait=wait):
-        yield
+    with _compile_only_launches(), _Mode(wait=wait) as mode:
+        yield Compilations(mode.begun)
 
 
 def is_compiling_only() -> bool:
@@ -94,6 +105,11 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]
         self._pool = _pool() if wait else _background()
         super().__init__(self._pool, ignore_errors=True)
         self._wait = wait
+        self.begun: list[Future[Any]] = []  # not emptied on exit, unlike Triton's own list
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         if key not in self.future_kernels:
@@ -102,6 +118,7 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]
                 how = partial(_compile_and_load, compile_fn, _current_device(), wait=not self._wait)
                 future = _begin(self._pool, key, how, finalize_fn)
             self.raw_futures.append(future)
+            self.begun.append(future)
             self.future_kernels[key] = FutureKernel(finalize_fn, future)
         return self.future_kernels[key]
 

@@ -31,12 +31,14 @@ class HiddenGraphs:
     def buckets(self) -> tuple[int, ...]:
         return self._forward.buckets
 
+    def cascade_kinds(self) -> Iterator[DecodeKind]:
+        """Yield the kinds of decode steps whose rows share prefixes, the largest first."""
+        return (DecodeKind(bucket, cascade=True) for bucket in reversed(self.buckets))
+
     def rarer_kinds(self) -> Iterator[DecodeKind]:
-        """Yield the kinds of steps other than plain decoding, for each bucket."""
-        for bucket in self.buckets:
-            yield DecodeKind(bucket, cascade=True)
-            if self._forward.has_adapters:
-                yield DecodeKind(bucket, adapters=True)
+        """Yield the kinds of decode steps with LoRA adapters, for each bucket."""
+        if self._forward.has_adapters:
+            yield from (DecodeKind(bucket, adapters=True) for bucket in self.buckets)
 
     def trace_row(self) -> None:
         """Do nothing: no kernel runs all layers of a stage."""
