@@ -18,6 +18,8 @@ SAME_KERNELS = {
     "qwen2": "starcoder2",
     "qwen2_moe": "qwen3_next",
     "qwen3_5_moe_text": "qwen3_next",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
     "smollm3": "llama",
 }
 NOT_YET: dict[tuple[str, str], str] = {}  # (family, feature): why not
