@@ -64,6 +64,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
                 "logits_scaling": 2.0},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32, "conv_bias": True,
+        "pad_token_id": 0,
+    },
+    "lfm2_moe": {
+        "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "num_dense_layers": 1, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "pad_token_id": 0,
+    },
     "llama": {},
     "mistral": {"sliding_window": 9, "head_dim": 16},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
