@@ -12,14 +12,27 @@ ROOT = Path(__file__).parents[2]
 # suite with QUIRE_TEST_WHOLE or on a GPU.
 SAME_KERNELS = {
     "deepseek_v2": "deepseek_v3",
+    "dots1": "glm4_moe",
     "granite": "llama",
+    "granitemoe": "mixtral",
+    "granitemoeshared": "mixtral",
+    "minimax_m2": "glm4_moe",
+    "olmoe": "mixtral",
     "mistral": "mixtral",
     "phi3": "llama",
     "qwen2": "starcoder2",
     "qwen2_moe": "qwen3_next",
     "qwen3_5_moe_text": "qwen3_next",
     "smollm3": "llama",
+    "solar_open": "glm4_moe",
 }
+# Families of the same blocks as another one: the suite runs these features, the table and QUIRE_TEST_WHOLE all.
+SAME_BLOCKS = {
+    "dots1": "glm4_moe",
+    "granitemoeshared": "granitemoe",
+    "solar_open": "glm4_moe",
+}
+FEW_FEATURES = ("parity", "CPU program", "fp8")
 NOT_YET: dict[tuple[str, str], str] = {}  # (family, feature): why not
 
 

@@ -65,6 +65,7 @@ TORCH_DTYPES = {
     "int8": torch.int8,
     "int4": torch.uint8,  # two values per byte
 }
+Names = tuple[str, str, str]  # of matrices
 GATED = ("gate_proj", "up_proj", "down_proj")
 QKV = ("q_proj", "k_proj", "v_proj")
 SIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
@@ -169,7 +170,7 @@ class LayerBuilder:
         return Linear(inputs, {name: outputs}, False, self._table_product, self.placement, stored)
 
     def qkv_linear(
-        self, inputs: int, heads: Heads, *, bias: bool, names: tuple[str, str, str] = QKV, keys_are_values: bool = False
+        self, inputs: int, heads: Heads, *, bias: bool, names: Names = QKV, keys_are_values: bool = False
     ) -> Linear:
         queries, keys = self._splits.query(heads), self._splits.kv(heads)
         if keys_are_values:
@@ -216,7 +217,7 @@ class LayerBuilder:
         activation: str,
         *,
         bias: bool,
-        names: tuple[str, str, str] = GATED,
+        names: Names = GATED,
         clamp: Clamp | None = None,
         reduces: bool = True,
     ) -> GatedMLP:
@@ -230,19 +231,20 @@ class LayerBuilder:
         down_proj = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
         return GatedMLP(gate_up, down_proj, activation, self._ops, clamp)
 
-    def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED, router: str = "gate") -> MoEMLP:
-        """Build a mixture of experts. `names`: an expert's matrices for gate, up and down."""
+    def moe_mlp(self, config: ModelConfig, names: Names = GATED, router: str = "gate", shared: Names = GATED) -> MoEMLP:
+        """Build a mixture of experts. `names` and `shared`: gate, up and down of an expert and of the shared one."""
         settings, hidden, activation = config.experts, config.hidden_size, config.activation
         assert settings is not None
         gate = Router(hidden, {router: settings.num}, settings.has_bias, self._table_product, self.placement)
         experts = self._experts(hidden, settings, activation, names)
-        shared, shared_gate = None, None
+        shared_mlp, shared_gate = None, None
         if settings.shared_size:
-            shared = self.gated_mlp(hidden, settings.shared_size, activation, bias=False, reduces=False)
+            size = settings.shared_size
+            shared_mlp = self.gated_mlp(hidden, size, activation, bias=False, names=shared, reduces=False)
         if settings.shared_has_gate:
             shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self.placement)
         bias = ScoreBias(settings.num, self.placement) if settings.by_sigmoid else None
-        return MoEMLP(gate, experts, settings, shared, shared_gate, bias)
+        return MoEMLP(gate, experts, settings, shared_mlp, shared_gate, bias)
 
     def side_experts(self, config: ModelConfig) -> SideExperts:
         """Build Gemma 4's parallel experts. Checkpoints store the weights of the router's norm times sqrt(hidden)."""
@@ -255,7 +257,7 @@ class LayerBuilder:
         first, second, third = (self.rms_norm(name, hidden, eps) for name in SIDE_NORMS)
         return SideExperts(router, experts, config.experts, (first, second, third))
 
-    def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
+    def _experts(self, hidden: int, settings: Experts, activation: str, names: Names) -> ExpertSet:
         """Build the experts. On the meta device they are stacked even without Triton, because thousands of layers take
         seconds to build."""
         device, splits, triton = self.placement.device, self._splits, self.backend.kernels == "triton"

@@ -30,8 +30,8 @@ from quire.runtime.models.hf_config import (
     refuse_other,
     refuse_set,
 )
+from quire.runtime.models.hf_experts import read_qwen_experts
 from quire.runtime.models.hf_rope import read_rope
-from quire.runtime.models.mixture import read_qwen_experts
 
 NORM_OFFSET = 1.0
 _MROPE = ("mrope_section", "mrope_interleaved")  # only matters for images: text has equal positions in all sections
