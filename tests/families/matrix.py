@@ -12,7 +12,12 @@ ROOT = Path(__file__).parents[2]
 # suite with QUIRE_TEST_WHOLE or on a GPU.
 SAME_KERNELS = {
     "deepseek_v2": "deepseek_v3",
+    "dots1": "glm4_moe",
     "granite": "llama",
+    "granitemoe": "mixtral",
+    "granitemoeshared": "mixtral",
+    "minimax_m2": "glm4_moe",
+    "olmoe": "mixtral",
     "mistral": "mixtral",
     "phi3": "llama",
     "qwen2": "starcoder2",
@@ -21,7 +26,15 @@ SAME_KERNELS = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
     "smollm3": "llama",
+    "solar_open": "glm4_moe",
 }
+# Families of the same blocks as another one: the suite runs these features, the table and QUIRE_TEST_WHOLE all.
+SAME_BLOCKS = {
+    "dots1": "glm4_moe",
+    "granitemoeshared": "granitemoe",
+    "solar_open": "glm4_moe",
+}
+FEW_FEATURES = ("parity", "CPU program", "fp8")
 NOT_YET: dict[tuple[str, str], str] = {}  # (family, feature): why not
 
 
