@@ -11,13 +11,21 @@ ROOT = Path(__file__).parents[2]
 # In Triton's interpreter, families whose layers run by kernels that another one has too: the table runs them, and the
 # suite with QUIRE_TEST_WHOLE or on a GPU.
 SAME_KERNELS = {
+    "cohere": "cohere2",
     "deepseek_v2": "deepseek_v3",
+    "ernie4_5": "llama",
+    "exaone4": "gemma3_text",
+    "glm": "glm4",
     "granite": "llama",
+    "ministral": "mixtral",
     "mistral": "mixtral",
+    "mistral3": "llama",
+    "olmo3": "olmo2",
     "phi3": "llama",
     "qwen2": "starcoder2",
     "qwen2_moe": "qwen3_next",
     "qwen3_5_moe_text": "qwen3_next",
+    "seed_oss": "starcoder2",
     "smollm3": "llama",
 }
 NOT_YET: dict[tuple[str, str], str] = {}  # (family, feature): why not
