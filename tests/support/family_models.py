@@ -35,6 +35,13 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24,
     "moe_intermediate_size": 32,
 }  # fmt: skip
+SIGMOIDS: dict[str, Any] = {
+    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
+}  # fmt: skip
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+}  # fmt: skip
 # What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True, "pad_token_id": 0},
@@ -50,6 +57,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5": {"head_dim": 16, "use_bias": True, "pad_token_id": 0},
     "exaone4": {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2},
+    "dots1": {
+        **SIGMOIDS, "head_dim": 16, "first_k_dense_replace": 1, "sliding_window": 9, "max_window_layers": 2,
+        "norm_topk_prob": True,
+    },
     "falcon": {"num_key_value_heads": ..., "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
     "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0},
     "gemma3_text": {
@@ -63,18 +74,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 0},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 0},
+    "glm4_moe": {**SIGMOIDS, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
     "gpt2": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
     "gpt_neox": {"num_key_value_heads": ..., "rotary_pct": 0.25},
     "gpt_oss": {
         "head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5,
     },
-    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
-                "logits_scaling": 2.0},
+    "granite": GRANITE,
+    "granitemoe": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {
+        **GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+    },
     "llama": {},
     "ministral": {
         "sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_hidden_layers": 4,
     },
+    "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
     "mistral": {"sliding_window": 9, "head_dim": 16},
     "mistral3": {
         **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "mistral", "head_dim": 16},
@@ -92,6 +108,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.2,
         },
     },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
     "opt": {"num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": {"original_max_position_embeddings": 512, "pad_token_id": 0},
@@ -122,6 +139,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "seed_oss": {"head_dim": 16, "pad_token_id": 0},
     "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+    "solar_open": {**SIGMOIDS, "head_dim": 16},
     "starcoder2": {"sliding_window": None},
 }  # fmt: skip
 # Further models of a family, whose name comes before the dash.

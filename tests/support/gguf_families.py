@@ -90,6 +90,32 @@ def qwen_moe_settings(config: Any) -> dict[str, object]:
     }  # fmt: skip
 
 
+def sigmoid_settings(config: Any) -> dict[str, object]:
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    return {
+        **decoder_settings(config), **whole_heads(config), "rope.dimension_count": int(share * dim),
+        "expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok,
+        "expert_gating_func": 2,
+    }  # fmt: skip
+
+
+def glm_moe_settings(config: Any) -> dict[str, object]:
+    return {
+        **sigmoid_settings(config),
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_group_count": config.n_group, "expert_group_used_count": config.topk_group,
+    }  # fmt: skip
+
+
+def minimax_settings(config: Any) -> dict[str, object]:
+    return {**sigmoid_settings(config), "expert_feed_forward_length": config.intermediate_size}
+
+
 def granite_settings(config: Any) -> dict[str, object]:
     return {
         **llama_settings(config),
@@ -221,7 +247,15 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "qwen2_moe": Layout("qwen2moe", qwen_moe_settings),
     "qwen3_moe": Layout("qwen3moe", qwen_moe_settings, changes={"norm_topk_prob": True}),
+    "glm4_moe": Layout("glm4moe", glm_moe_settings),
+    "glm4_moe-air": Layout("glm4moe", glm_moe_settings, changes={"use_qk_norm": False}),
+    "dots1": Layout("dots1", glm_moe_settings, changes={"sliding_window": None}),
+    "minimax_m2": Layout("minimax-m2", minimax_settings),
+    "olmoe": Layout("olmoe", lambda config: {**decoder_settings(config), **expert_settings(config)}),
     "granite": Layout("granite", granite_settings, in_pairs),
+    "granitemoe": Layout(
+        "granitemoe", lambda config: {**granite_settings(config), **expert_settings(config)}, in_pairs
+    ),
     "smollm3": Layout(
         "smollm3", llama_settings, in_pairs, {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}
     ),
@@ -285,7 +319,7 @@ def family_tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
         if match is None:
             found[name] = values
         else:
-            experts.setdefault(f"{match[1]}.{match[3]}".replace("model.layers", _outer(match[1])), []).append(values)
+            experts.setdefault(f"{match[1]}.{match[3]}".replace("model.layers", _outer(name)), []).append(values)
     found |= {name: torch.stack(parts) for name, parts in experts.items()}
     checkpoint.close()
     made = []
@@ -301,13 +335,16 @@ def family_tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
 
 def _published(name: str) -> str:
     """What the converter's table calls a few tensors."""
+    if name.endswith("_proj.weight"):
+        name = name.replace(".block_sparse_moe.experts.", ".mlp.experts.")  # of Granite
     name = name.replace(".block_sparse_moe.experts.", ".feed_forward.experts.")
+    name = name.replace("block_sparse_moe.gate.e_score", "mlp.gate.e_score").replace("_bias", ".bias")
     return "embed_out.weight" if name == "lm_head.weight" else name
 
 
 def _outer(path: str) -> str:
     """The same for experts of Mixtral."""
-    return "layers" if "block_sparse_moe" in path else "model.layers"
+    return "layers" if re.search(r"block_sparse_moe.*\.w\d", path) else "model.layers"
 
 
 def _expert_number(name: str) -> tuple[int, str]:

@@ -65,6 +65,7 @@ TORCH_DTYPES = {
     "int8": torch.int8,
     "int4": torch.uint8,  # two values per byte
 }
+Names = tuple[str, str, str]  # of matrices
 GATED = ("gate_proj", "up_proj", "down_proj")
 QKV = ("q_proj", "k_proj", "v_proj")
 SIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
@@ -169,10 +170,9 @@ class LayerBuilder:
         return Linear(inputs, {name: outputs}, False, self._table_product, self.placement, stored)
 
     def qkv_linear(
-        self, inputs: int, heads: Heads, *, bias: bool, names: tuple[str, str, str] = QKV,
-        keys_are_values: bool = False, rope: Rope | None = None,
+        self, inputs: int, heads: Heads, *, bias: bool, names: Names = QKV, keys_are_values: bool = False,
+        rope: Rope | None = None,  # states whether checkpoints store rotated pairs side by side
     ) -> Linear:  # fmt: skip
-        """`rope`: tells whether checkpoints store rotated pairs side by side."""
         queries, keys, stored = self._splits.query(heads), self._splits.kv(heads), stored_for(rope, heads.dim)
         if keys_are_values:
             return KeysAsValues(inputs, queries, keys, bias, self._product, self.placement)
@@ -238,7 +238,7 @@ class LayerBuilder:
         activation: str,
         *,
         bias: bool,
-        names: tuple[str, str, str] = GATED,
+        names: Names = GATED,
         clamp: Clamp | None = None,
         reduces: bool = True,
     ) -> GatedMLP:
@@ -252,19 +252,20 @@ class LayerBuilder:
         down_proj = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
         return GatedMLP(gate_up, down_proj, activation, self._ops, clamp)
 
-    def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED, router: str = "gate") -> MoEMLP:
-        """Build a mixture of experts. `names`: an expert's matrices for gate, up and down."""
+    def moe_mlp(self, config: ModelConfig, names: Names = GATED, router: str = "gate", shared: Names = GATED) -> MoEMLP:
+        """Build a mixture of experts. `names` and `shared`: gate, up and down of an expert and of the shared one."""
         settings, hidden, activation = config.experts, config.hidden_size, config.activation
         assert settings is not None
         gate = Router(hidden, {router: settings.num}, settings.has_bias, self._table_product, self.placement)
         experts = self._experts(hidden, settings, activation, names)
-        shared, shared_gate = None, None
+        shared_mlp, shared_gate = None, None
         if settings.shared_size:
-            shared = self.gated_mlp(hidden, settings.shared_size, activation, bias=False, reduces=False)
+            size = settings.shared_size
+            shared_mlp = self.gated_mlp(hidden, size, activation, bias=False, names=shared, reduces=False)
         if settings.shared_has_gate:
             shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self.placement)
         bias = ScoreBias(settings.num, self.placement) if settings.by_sigmoid else None
-        return MoEMLP(gate, experts, settings, shared, shared_gate, bias)
+        return MoEMLP(gate, experts, settings, shared_mlp, shared_gate, bias)
 
     def side_experts(self, config: ModelConfig) -> SideExperts:
         """Build Gemma 4's parallel experts. Checkpoints store the weights of the router's norm times sqrt(hidden)."""
@@ -277,7 +278,7 @@ class LayerBuilder:
         first, second, third = (self.rms_norm(name, hidden, eps) for name in SIDE_NORMS)
         return SideExperts(router, experts, config.experts, (first, second, third))
 
-    def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
+    def _experts(self, hidden: int, settings: Experts, activation: str, names: Names) -> ExpertSet:
         """Build the experts. On the meta device they are stacked even without Triton, because thousands of layers take
         seconds to build."""
         device, splits, triton = self.placement.device, self._splits, self.backend.kernels == "triton"
@@ -354,9 +355,8 @@ class LayerBuilder:
 
     def latent_products(self, config: ModelConfig) -> LatentProducts:
         assert config.latent is not None
-        return LatentProducts(
-            self._splits.query(config.heads, 1), config.latent, self._heads_product, self.placement
-        )  # fmt: skip
+        queries = self._splits.query(config.heads, 1)
+        return LatentProducts(queries, config.latent, self._heads_product, self.placement)
 
     def latent_attention(self, config: ModelConfig, layer: int) -> LatentAttention:
         latent, scale = config.latent, config.attention_scale

@@ -30,8 +30,8 @@ from quire.runtime.models.hf_config import (
     refuse_other,
     refuse_set,
 )
+from quire.runtime.models.hf_experts import read_qwen_experts
 from quire.runtime.models.hf_rope import read_rope
-from quire.runtime.models.mixture import read_qwen_experts
 
 NORM_OFFSET = 1.0
 LINEAR = "linear_attention"  # the value of `layer_types` for delta nets

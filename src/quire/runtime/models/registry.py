@@ -92,11 +92,20 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "deepseek_v3": Entry(
         "deepseek",
         "DEEPSEEK_V3",
-        ("DeepseekV3ForCausalLM",),
+        ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
         in_gguf=True,
         gguf_name="deepseek2",
         gguf_sigmoids=True,
     ),
+    "glm4_moe": Entry("sigmoid_mixture", "GLM4_MOE", ("Glm4MoeForCausalLM",), in_gguf=True, gguf_name="glm4moe"),
+    "minimax_m2": Entry(
+        "sigmoid_mixture", "MINIMAX_M2", ("MiniMaxM2ForCausalLM",), in_gguf=True, gguf_name="minimax-m2"
+    ),
+    "dots1": Entry("sigmoid_mixture", "DOTS1", ("Dots1ForCausalLM",), in_gguf=True),
+    "solar_open": Entry("sigmoid_mixture", "SOLAR_OPEN", ("SolarOpenForCausalLM",)),
+    "olmoe": Entry("olmoe", "OLMOE", ("OlmoeForCausalLM",), in_gguf=True),
+    "granitemoe": Entry("granite_moe", "GRANITEMOE", ("GraniteMoeForCausalLM",), in_gguf=True),
+    "granitemoeshared": Entry("granite_moe", "GRANITEMOESHARED", ("GraniteMoeSharedForCausalLM",)),
     "eagle3": Entry(
         "eagle",
         "EAGLE3",
