@@ -85,6 +85,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoeshared": {
         **GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
     },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32, "conv_bias": True,
+        "pad_token_id": 0,
+    },
+    "lfm2_moe": {
+        "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "num_dense_layers": 1, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "pad_token_id": 0,
+    },
     "llama": {},
     "ministral": {
         "sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,

@@ -127,6 +127,14 @@ def whole_numbers(fields: Fields, windows: tuple[int | None, ...]) -> Fields:
     return fields.changed({_KV_HEADS: full.pop(), _INNER: sizes[0]})
 
 
+def heads_where_present(fields: Fields) -> Fields:
+    """Replace per-layer counts of key/value heads, which are 0 for layers without attention, by one value."""
+    found = set(fields.integers(_KV_HEADS, fields.integer("block_count"))) - {0}
+    if len(found) != 1:
+        raise fields.refuse(_KV_HEADS, "must be the same for all layers with attention, of which there must be one")
+    return fields.changed({_KV_HEADS: found.pop()})
+
+
 def read_layers(fields: Fields, config: ModelConfig, windows: tuple[int | None, ...]) -> dict[str, Any]:
     """Read what differs between layers: heads of layers with a window; for the last layers, which layers' keys and
     values they read and whether their MLP is twice as large."""

@@ -58,6 +58,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         in_gguf=True,
         gguf_name="qwen35moe",
     ),
+    "lfm2": Entry("lfm2", "LFM2", ("Lfm2ForCausalLM",), in_gguf=True),
+    "lfm2_moe": Entry("lfm2", "LFM2_MOE", ("Lfm2MoeForCausalLM",), in_gguf=True, gguf_name="lfm2moe"),
     "qwen2_vl": Entry("qwen_vl", "QWEN2_VL", ("Qwen2VLForConditionalGeneration",)),
     "qwen2_5_vl": Entry("qwen_vl", "QWEN2_5_VL", ("Qwen2_5_VLForConditionalGeneration",)),
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
