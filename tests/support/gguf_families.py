@@ -190,6 +190,37 @@ def starcoder2_settings(config: Any) -> dict[str, object]:
     return {**decoder_settings(config), "attention.layer_norm_epsilon": config.norm_epsilon}
 
 
+def glm_settings(config: Any) -> dict[str, object]:
+    share = config.rope_parameters["partial_rotary_factor"]
+    return {
+        **decoder_settings(config), **whole_heads(config), "rope.dimension_count": int(share * config.head_dim),
+    }  # fmt: skip
+
+
+def cohere_settings(config: Any) -> dict[str, object]:
+    return {
+        **decoder_settings(config), "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "logit_scale": config.logit_scale, "rope.scaling.type": "none",
+    }  # fmt: skip
+
+
+def cohere2_settings(config: Any) -> dict[str, object]:
+    return {
+        **cohere_settings(config), "vocab_size": VOCAB, "rope.dimension_count": config.head_dim,
+        "attention.sliding_window": config.sliding_window,
+    }  # fmt: skip
+
+
+def window_settings(config: Any) -> dict[str, object]:
+    """Which layers have a window, as a list."""
+    kinds, window = config.layer_types, config.sliding_window
+    windows = {
+        "attention.sliding_window": window,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+    }
+    return {**decoder_settings(config), **whole_heads(config), "vocab_size": VOCAB, **(windows if window else {})}
+
+
 def lfm2_settings(config: Any) -> dict[str, object]:
     kinds, settings = config.layer_types, decoder_settings(config)
     size = 2 * config.intermediate_size // 3 if config.model_type == "lfm2" else config.intermediate_size
@@ -259,6 +290,15 @@ LAYOUTS: dict[str, Layout] = {
     "phi3": Layout("phi3", phi3_settings),
     "phi3-window": Layout("phi3", phi3_settings, changes={"sliding_window": 7}),
     "phi3-long": Layout("phi3", phi3_settings, changes={"max_position_embeddings": 2_048, "rope_scaling": LONG_ROPE}),
+    "glm4": Layout("glm4", glm_settings),
+    "cohere": Layout("command-r", cohere_settings),
+    "cohere2": Layout("cohere2", cohere2_settings, changes={"sliding_window_pattern": 4, "num_hidden_layers": 5}),
+    "seed_oss": Layout("seed_oss", lambda config: {**decoder_settings(config), **whole_heads(config)}),
+    "ernie4_5": Layout("ernie4_5", lambda config: {**decoder_settings(config), **whole_heads(config)}),
+    "exaone4": Layout("exaone4", window_settings),
+    "exaone4-small": Layout(
+        "exaone4", window_settings, changes={"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    ),
     "starcoder2": Layout("starcoder2", starcoder2_settings),
     "phi": Layout("phi2", phi_settings, changes={"num_key_value_heads": 4, "intermediate_size": 256}),
     "gpt2": Layout("gpt2", gpt2_settings, by_outputs, {"n_inner": ...}),

@@ -36,6 +36,8 @@ class Entry(NamedTuple):
 ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "llama": Entry("decoder", "LLAMA", ("LlamaForCausalLM",), in_gguf=True),
     "mistral": Entry("decoder", "MISTRAL", ("MistralForCausalLM",)),
+    "ministral": Entry("mistral", "MINISTRAL", ("MinistralForCausalLM",)),
+    "mistral3": Entry("mistral", "MISTRAL3", ("Mistral3ForConditionalGeneration",)),
     "mixtral": Entry("mixture", "MIXTRAL", ("MixtralForCausalLM",), in_gguf=True, gguf_name="llama", gguf_mixture=True),
     "qwen2": Entry("decoder", "QWEN2", ("Qwen2ForCausalLM",), in_gguf=True),
     "qwen2_moe": Entry("mixture", "QWEN2_MOE", ("Qwen2MoeForCausalLM",), in_gguf=True, gguf_name="qwen2moe"),
@@ -65,6 +67,14 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
     "smollm3": Entry("decoder", "SMOLLM3", ("SmolLM3ForCausalLM",), in_gguf=True),
     "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",), in_gguf=True),
+    "olmo3": Entry("olmo", "OLMO3", ("Olmo3ForCausalLM",)),
+    "exaone4": Entry("olmo", "EXAONE4", ("Exaone4ForCausalLM",), in_gguf=True),
+    "glm": Entry("glm", "GLM", ("GlmForCausalLM",)),
+    "glm4": Entry("glm", "GLM4", ("Glm4ForCausalLM",), in_gguf=True),
+    "cohere": Entry("cohere", "COHERE", ("CohereForCausalLM",), in_gguf=True, gguf_name="command-r"),
+    "cohere2": Entry("cohere", "COHERE2", ("Cohere2ForCausalLM",), in_gguf=True),
+    "seed_oss": Entry("plain", "SEED_OSS", ("SeedOssForCausalLM",), in_gguf=True),
+    "ernie4_5": Entry("plain", "ERNIE4_5", ("Ernie4_5ForCausalLM",), in_gguf=True),
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",), in_gguf=True),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
     "gemma3_text": Entry(
