@@ -34,6 +34,8 @@ SAME_KERNELS = {
     "qwen2": "starcoder2",
     "qwen2_moe": "qwen3_next",
     "qwen3_5_moe_text": "qwen3_next",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
     "seed_oss": "starcoder2",
     "smollm3": "llama",
     "solar_open": "glm4_moe",

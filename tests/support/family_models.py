@@ -15,7 +15,7 @@ from family_bench import hf_model
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from tiny_models import greedy_reference
-from vision_models import MROPE, TOWERS
+from vision_models import MROPE, TEXTS, TOWERS
 from vision_models import TOKENS as VISION_TOKENS
 
 VOCAB = 97
@@ -132,6 +132,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen2_vl": {"vision_config": {**TOWERS["qwen2_vl"]}, **VISION_TOKENS, **MROPE},
     "qwen2_5_vl": {"vision_config": {**TOWERS["qwen2_5_vl"]}, **VISION_TOKENS, **MROPE, "tie_word_embeddings": True},
+    "qwen3_vl": {"vision_config": {**TOWERS["qwen3_vl"]}, **VISION_TOKENS, **TEXTS["qwen3_vl"]},
+    "qwen3_vl_moe": {"vision_config": {**TOWERS["qwen3_vl_moe"]}, **VISION_TOKENS, **TEXTS["qwen3_vl_moe"]},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "qwen3_next": {
@@ -167,7 +169,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CASES = CONFIGS | VARIANTS
+NESTED = ("qwen3_vl", "qwen3_vl_moe")  # transformers takes the settings of their decoders only as `text_config`
+_OUTER = {"vision_config", "tie_word_embeddings", *VISION_TOKENS}
 NUM_TOKENS = 12  # of every answer
+
+
+def settings_of(name: str, *changes: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' config of a tiny model is made with."""
+    wanted = COMMON | CASES[name]
+    for each in changes:
+        wanted = wanted | each
+    settings = {key: value for key, value in wanted.items() if value is not ...}
+    if name not in NESTED:
+        return settings
+    inner = {key: value for key, value in settings.items() if key not in _OUTER}
+    return {key: value for key, value in settings.items() if key in _OUTER} | {"text_config": inner}
 
 
 @dataclass
@@ -184,8 +200,7 @@ class FamilyCase:
         """Saves it too."""
         import transformers
 
-        wanted = COMMON | CASES[self.name] | self.changes
-        settings = {key: value for key, value in wanted.items() if value is not ...}
+        settings = settings_of(self.name, self.changes)
         config = transformers.AutoConfig.for_model(self.name.partition("-")[0], **settings)
         config._attn_implementation = "eager"
         model = hf_model(config)

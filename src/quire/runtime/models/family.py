@@ -59,12 +59,14 @@ class Stacked:
     outputs].
 
     `parts`: what it contains for each expert. The outputs of several parts are concatenated, or
-    alternate if `interleaved`. `transposed`: stored as [experts, inputs, outputs].
+    alternate if `interleaved`. `transposed`: stored as [experts, inputs, outputs]. `either_way`: whether it is
+    transposed shows in its shape.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
+    either_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)

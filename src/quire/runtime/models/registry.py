@@ -62,6 +62,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "lfm2_moe": Entry("lfm2", "LFM2_MOE", ("Lfm2MoeForCausalLM",), in_gguf=True, gguf_name="lfm2moe"),
     "qwen2_vl": Entry("qwen_vl", "QWEN2_VL", ("Qwen2VLForConditionalGeneration",)),
     "qwen2_5_vl": Entry("qwen_vl", "QWEN2_5_VL", ("Qwen2_5_VLForConditionalGeneration",)),
+    "qwen3_vl": Entry("qwen3_vl", "QWEN3_VL", ("Qwen3VLForConditionalGeneration",)),
+    "qwen3_vl_moe": Entry("qwen3_vl", "QWEN3_VL_MOE", ("Qwen3VLMoeForConditionalGeneration",)),
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
     "smollm3": Entry("plain", "SMOLLM3", ("SmolLM3ForCausalLM",), in_gguf=True),
     "helium": Entry("plain", "HELIUM", ("HeliumForCausalLM",)),
