@@ -17,6 +17,7 @@ LEAST_SCRATCH_TOKENS = 16_384
 HOPPER = 9  # major compute capability of GPUs whose attention kernel cannot read a quantized cache
 HOPPER_DIMS = (64, 80, 96, 128, 256)  # head sizes that kernel supports
 EXPANDED_DIM = 256  # largest size of a key without rotation, and of a value, that latents are expanded to
+EXPANDED_PAGE = 128  # tokens of a page of scratch memory: a sequence takes whole pages
 EXPANDED_PASSES = 4  # most passes of a step over expanded latents, each with a part of the heads
 
 
@@ -38,7 +39,8 @@ def scratch_tokens(model: ModelConfig, config: EngineConfig) -> int:
     """
     scheduler = config.scheduler
     usual = max(scheduler.max_model_len, 2 * scheduler.max_num_batched_tokens, LEAST_SCRATCH_TOKENS)
-    return min(usual, scheduler.num_rows * scheduler.max_model_len, SCRATCH_BYTES // _token_bytes(model, config))
+    found = min(usual, scheduler.num_rows * scheduler.max_model_len, SCRATCH_BYTES // _token_bytes(model, config))
+    return found if model.latent is None else -(-found // EXPANDED_PAGE) * EXPANDED_PAGE
 
 
 def scratch_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, has_triton: bool) -> int:
