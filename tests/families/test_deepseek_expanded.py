@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from quire.runtime.loading.files import files_at
 from quire.runtime.worker import forward_graphs, parts
 from quire.runtime.worker.batch import StepShape
 from quire.runtime.worker.forward_graphs import ForwardGraphs
-from tiny_models import Bench, engine_config, mix_steps
+from tiny_models import DEVICE, Bench, Chunk, engine_config, mix_steps
+from worker_executor import TinyEngine
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,24 +30,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     sizes = SIZES | {
         "num_key_value_heads": 2, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12,
         "q_lora_rank": 10, "moe_intermediate_size": 20, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "first_k_dense_replace": 2, "num_hidden_layers": 2, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "num_hidden_layers": 1, "n_group": 1, "topk_group": 1,
     }  # fmt: skip
     folder = hf_checkpoint(tmp_path_factory.mktemp("deepseek"), transformers.DeepseekV3Config(**sizes))
     return open_checkpoint(files_at(folder))
 
 
-def bench(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, passes: int, kv_dtype: str = "float32",
-    *, eager: bool = False,
-) -> Bench:  # fmt: skip
-    """A bench whose chunks of at least 3 tokens are expanded in so many passes; 0: never."""
-    monkeypatch.setattr(parts, "scratch_tokens", lambda *_: 512)
+def expand(monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
+    """Make chunks of at least 3 tokens expand latents in so many passes; 0: never."""
+    monkeypatch.setattr(parts, "scratch_tokens", lambda *_: 256)
     monkeypatch.setattr(
         ExpandedScratch, "passes", lambda _, spans, __: passes if len(spans) and spans[:, 2].max() > 2 else 0
     )
-    config = engine_config(max_len=64, kv_dtype=kv_dtype)
-    config = replace(config, device=replace(config.device, enforce_eager=eager))
-    return Bench(checkpoint, config, attention="triton")  # type: ignore[arg-type]
+
+
+def bench(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, passes: int, kv_dtype: str = "float32") -> Bench:
+    expand(monkeypatch, passes)
+    return Bench(checkpoint, engine_config(max_len=64, kv_dtype=kv_dtype), attention="triton")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float8"])
@@ -71,11 +71,36 @@ def test_expanded_chunks_give_the_tokens_and_logits_of_the_absorbed_form(
 
 def test_steps_of_several_passes_are_not_padded(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 0)
-    wanted = mix_steps(bench(checkpoint, monkeypatch, 0)).tokens
-    expanded = mix_steps(bench(checkpoint, monkeypatch, 3))
-    assert expanded.tokens == wanted
-    assert not any(shape.scratch for shape in expanded.worker._runner._forward._graphs)  # type: ignore[attr-defined]
-    assert mix_steps(bench(checkpoint, monkeypatch, 1, eager=True)).tokens == wanted
+    found = []
+    for passes in (0, 2):
+        made = bench(checkpoint, monkeypatch, passes)
+        made.add(0, list(range(3, 20)))
+        made.run(chunks=[Chunk(0, 0, 17, (0,))])
+        made.run(decode=[0])
+        graphs = made.worker._runner._forward._graphs  # type: ignore[attr-defined]
+        found.append((made.tokens, any(shape.chunks for shape in graphs)))
+    assert found[0][0] == found[1][0]
+    assert [is_captured for _, is_captured in found] == [True, False]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU captures no sums of threads")
+def test_two_ranks_expand_the_heads_that_each_holds(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    expand(monkeypatch, 1)
+    prompts, heads, attend = [[5, 9, 2, 11, 7], [4, 17, 3]], [], ExpandedScratch.attend
+
+    def counted(self: ExpandedScratch, query: Any, *args: Any, **named: Any) -> None:
+        heads.append(query.shape[1])
+        attend(self, query, *args, **named)
+
+    monkeypatch.setattr(ExpandedScratch, "attend", counted)
+    alone, shared = (
+        TinyEngine(checkpoint, attention="triton", block_size=16, num_blocks=8, rows=2, max_len=32, tensor=tensor)  # type: ignore[arg-type]
+        for tensor in (1, 2)
+    )
+    wanted, all_heads = alone.answers(prompts, max_tokens=2), heads[0]
+    heads.clear()
+    assert shared.answers(prompts, max_tokens=2) == wanted
+    assert set(heads) == {all_heads // 2}
 
 
 def test_preparation_expands_for_the_shapes_whose_chunks_are_expanded(

@@ -65,7 +65,7 @@ def check(
     config = config or (expanded_config(dims, dtype, DEVICE) if ON_GPU else PrefillConfig(16, 16, 4, 1))
     begins = 2 + np.cumsum([0, *(count for _, count in chunks)])
     spans = np.array([(begin, *chunk, i) for i, (begin, chunk) in enumerate(zip(begins, chunks, strict=False))])
-    num_pages = sum(-(-sum(chunk) // page) for chunk in chunks) // 2 * 2 + 3
+    num_pages = sum(-(-sum(chunk) // page) for chunk in chunks) + len(chunks) % 2
     lists = lay_out_expanded(spans, config.block_m, page, num_pages, 40).to(DEVICE)
     plan: ExpandedPlan = plan_expanded(lists, num_pages, config)
     wide = rand(int(begins[-1]), num_heads * sum(dims[:2]) + 5, dtype=dtype, seed=2)

@@ -86,19 +86,25 @@ def lay_out_expanded(
     num_pages: int,
     room: int | None = None,  # tiles to pad to
 ) -> Tensor:
-    """Return the page list and the tile list of these chunks on the host: int32, in lines of the size of a tile.
-    `num_pages` must be odd, so that the page list is whole lines."""
+    """Return the page list and the tile list of these chunks on the host: int32, in lines of the size of a tile."""
     moved = np.array(spans, dtype=np.int64).reshape(-1, 4)
     pages, moved[:, 3] = lay_out_pages(moved[:, 3], moved[:, 1] + moved[:, 2], page, num_pages)
     pages[0, 1] = int((-(-moved[:, 2] // block_m)).sum())
     tiles = lay_out_tiles(moved, 1, block_m, room)  # type: ignore[arg-type]  # reads any lines of 4
-    return torch.cat((torch.from_numpy(pages).view(-1, TILE_NUMBERS), tiles))
+    lines = np.zeros((_page_lines(num_pages), TILE_NUMBERS), np.int32)
+    lines.reshape(-1)[: pages.size] = pages.reshape(-1)
+    return torch.cat((torch.from_numpy(lines), tiles))
 
 
 def plan_expanded(lists: Tensor, num_pages: int, config: PrefillConfig) -> ExpandedPlan:
     """Return the plan whose lists, on the device, were made by `lay_out_expanded`."""
-    lines = (1 + num_pages) * PAGE_NUMBERS // TILE_NUMBERS
-    return ExpandedPlan(config, lists[:lines].view(-1, PAGE_NUMBERS), lists[lines:])
+    lines = _page_lines(num_pages)
+    pages = lists[:lines].view(-1, PAGE_NUMBERS)[: 1 + num_pages]
+    return ExpandedPlan(config, pages, lists[lines:])
+
+
+def _page_lines(num_pages: int) -> int:
+    return -(-(1 + num_pages) * PAGE_NUMBERS // TILE_NUMBERS)
 
 
 def expand_latents(

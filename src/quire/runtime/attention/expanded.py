@@ -74,8 +74,8 @@ class ExpandedScratch:
         return -(-self._num_heads // passes)
 
     def _pages_in(self, passes: int) -> int:
-        """Return how many pages fit if a step takes so many passes: an odd number, as the page list must have."""
-        return (self._num_pages * self._num_heads // self._heads_in(passes) - 1) // 2 * 2 + 1
+        """Return how many pages fit if a step takes so many passes."""
+        return self._num_pages * self._num_heads // self._heads_in(passes)
 
     def passes(self, spans: Spans, absorbed: PrefillConfig) -> int:
         """Return in how many passes these chunks should be attended in the expanded form; 0: in the absorbed form,
