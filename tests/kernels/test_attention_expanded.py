@@ -58,11 +58,11 @@ def expected(case: Paged, query: Tensor, row: int, start: int, weights: tuple[Te
 
 def check(
     case: Paged, chunks: list[tuple[int, int]], dims: Dims, num_heads: int = 3, at_once: int | None = None,
-    page: int = 16, config: PrefillConfig | None = None,
+    page: int = 16,
 ) -> None:  # fmt: skip
     """The chunks follow two other tokens of the batch, which must stay as they are."""
     at_once, dtype, rule = at_once or num_heads, case.query_dtype, AttentionRule(sum(dims[:2]) ** -0.5)
-    config = config or (expanded_config(dims, dtype, DEVICE) if ON_GPU else PrefillConfig(16, 16, 4, 1))
+    config = expanded_config(dims, dtype, DEVICE) if page == PAGE else PrefillConfig(16, 16, 4, 1)
     begins = 2 + np.cumsum([0, *(count for _, count in chunks)])
     spans = np.array([(begin, *chunk, i) for i, (begin, chunk) in enumerate(zip(begins, chunks, strict=False))])
     num_pages = sum(-(-sum(chunk) // page) for chunk in chunks) + len(chunks) % 2
