@@ -30,8 +30,8 @@ LIMITS = ImageLimits(VISION.grid, max_images=3, max_encoded_tokens=2_048, max_ke
 
 
 class Case:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.model = folder, vision_model(folder)
+    def __init__(self, folder: Path, family: str) -> None:
+        self.folder, self.model = folder, vision_model(folder, family)
         self._answers: dict[tuple[object, ...], list[int]] = {}
 
     def expected(self, prompt: VisionPrompt) -> list[int]:
@@ -45,9 +45,9 @@ class Case:
         return TinyEngine(open_checkpoint(files_at(self.folder)), speculative, **settings)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("vision"), request.param)
 
 
 def request(name: str, prompt: VisionPrompt, **sampling: Any) -> Submit:

@@ -59,12 +59,14 @@ class Stacked:
     outputs].
 
     `parts`: what it contains for each expert. The outputs of several parts are concatenated, or
-    alternate if `interleaved`. `transposed`: stored as [experts, inputs, outputs].
+    alternate if `interleaved`. `transposed`: stored as [experts, inputs, outputs]. `either_way`: whether it is
+    transposed shows in its shape.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
+    either_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class GgufFamily:
     number. `has_pairs`: files interleave each head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...).
     `ungrouped`: the layer that files store as all queries, all keys, all values, where checkpoints interleave them by
     group. `transposed`: checkpoints store matrices transposed and files do not. `norm_offset`: files store norm weights
-    plus this. `qk_norm`: query and key heads are normed, which the metadata does not record.
+    plus this. `qk_norm`: query and key heads are normed, which the metadata does not record; None: if a file has the
+    norms' weights.
 
     `read` completes a config from `settings`, the metadata keys that only this family has. `whole` replaces per-layer
     values by one value, for the reader that all families share. `rename` adjusts a name that depends on the config.
@@ -89,7 +92,7 @@ class GgufFamily:
     ungrouped: str | None = None
     transposed: bool = False
     norm_offset: float = 0.0
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     settings: frozenset[str] = frozenset()
     read: Callable[[Fields, ModelConfig], ModelConfig] | None = None
     whole: Callable[[Fields], Fields] | None = None
