@@ -1,4 +1,4 @@
-"""What is Qwen3-VL's alone: axes that alternate, experts stored either way, and what its config may say."""
+"""What is of Qwen3-VL and Qwen3.5 alone: alternating axes, experts stored either way, towers that are left out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from family_bench import load_bench
+from quire import LLM, SamplingParams
 from quire.runtime.layers.rotary import _axes_of_pairs
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.types.errors import ModelLoadError
@@ -21,6 +22,7 @@ from vision_models import picture, prompt_of, vision_model, vision_reference
 
 pytest.importorskip("transformers")
 PROMPT = prompt_of([5, 9], picture(2, 3), [7])
+COUNT = 4
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,28 @@ def test_a_chunk_of_one_image_token_adds_its_deep_features(folder: Path) -> None
             end = start + 1 if len(starts) > 1 else count
             bench.run(chunks=[Chunk(0, start, end - start, (0,) if end == count else ())])
     torch.testing.assert_close(*(bench.sampler.seen[0][0] for bench in benches), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_for_images_can_be_loaded_for_text_only(tmp_path: Path) -> None:
+    text = prompt_of([5, 9, 11, 7])
+    wanted = vision_reference(vision_model(tmp_path, "qwen3_5"), text, COUNT)[0]
+    settings: dict[str, Any] = {"dtype": "float32", "threads": 1, "num_kv_blocks": 64, "skip_tokenizer_init": True}
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    for limit in (0, 1):
+        with LLM(tmp_path, limit_mm_per_prompt={"image": limit}, **settings) as made:
+            (output,) = made.generate({"prompt_token_ids": text.tokens}, params)
+            assert list(output.outputs[0].token_ids) == wanted
+
+
+def test_a_tower_that_the_config_does_not_describe_is_not_read(tmp_path: Path) -> None:
+    model = vision_model(tmp_path, "qwen3_5")
+    changed(tmp_path, tmp_path, lambda config: config.pop("vision_config"))
+    bench = load_bench(tmp_path)
+    assert bench.worker._runner._model.tower is None
+    bench.add(0, [5, 9, 11, 7])
+    bench.run(chunks=[Chunk(0, 0, 4, (0,))])
+    wanted = vision_reference(model, prompt_of([5, 9, 11, 7]), 1)[1][0]
+    torch.testing.assert_close(bench.sampler.seen[0][0], wanted, rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize(

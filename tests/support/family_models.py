@@ -44,6 +44,7 @@ GRANITE: dict[str, Any] = {
 }  # fmt: skip
 # What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
+    "arcee": {"head_dim": 16},
     "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True, "pad_token_id": 0},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2, "pad_token_id": 0},
     "deepseek_v2": {
@@ -62,6 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "falcon": {"num_key_value_heads": ..., "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    "gemma": {"head_dim": 16, "pad_token_id": 0},
     "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0},
     "gemma3_text": {
         "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24,
@@ -93,6 +95,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "num_dense_layers": 1, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "pad_token_id": 0,
     },
+    "helium": {"head_dim": 16, "pad_token_id": 0},
     "llama": {},
     "ministral": {
         "sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -109,6 +112,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+    "nemotron": {"head_dim": 16},
+    "olmo": {"pad_token_id": 0},
     "olmo2": {},
     "olmo3": {
         "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -150,10 +155,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "seed_oss": {"head_dim": 16, "pad_token_id": 0},
     "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
     "solar_open": {**SIGMOIDS, "head_dim": 16},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
     "starcoder2": {"sliding_window": None},
 }  # fmt: skip
 # Further models of a family, whose name comes before the dash.
 VARIANTS: dict[str, dict[str, Any]] = {
+    "stablelm-parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.25},
     "gemma4_text-moe": {  # like 26B-A4B and 31B: heads twice as large, but fewer; keys are values
         "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 4, "num_global_key_value_heads": 1,
         "attention_k_eq_v": True, "sliding_window": 9, "num_hidden_layers": 5, "hidden_size_per_layer_input": 0,

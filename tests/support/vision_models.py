@@ -21,6 +21,12 @@ IN_TURN = {  # with pairs that alternate between the axes
         "rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 10_000.0,
     }
 }  # fmt: skip
+HALF_TURNED = {  # of every head
+    "rope_parameters": {
+        "rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+    }
+}  # fmt: skip
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}}
 TEXT: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -43,11 +49,24 @@ TOWERS: dict[str, dict[str, Any]] = {  # by family
     "qwen2_vl": {"depth": 2, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4, "hidden_size": 64},
     "qwen3_vl": {**QWEN3_TOWER, "deepstack_visual_indexes": [2, 0]},
     "qwen3_vl_moe": {**QWEN3_TOWER, "deepstack_visual_indexes": [1]},
+    "qwen3_5": {**QWEN3_TOWER, "depth": 2},
+    "qwen3_5_moe": {**QWEN3_TOWER, "depth": 2},
 }  # fmt: skip
 TEXTS: dict[str, dict[str, Any]] = {  # what their decoders say besides TEXT
     "qwen3_vl": {"head_dim": 16, **IN_TURN},
     "qwen3_vl_moe": {
         "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, **IN_TURN,
+    },
+    "qwen3_5": {
+        "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        **HALF_TURNED,
+    },
+    "qwen3_5_moe": {
+        "head_dim": 16, "layer_types": ["full_attention", *["linear_attention"] * 2], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+        **HALF_TURNED,
     },
 }  # fmt: skip
 TOKENS = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": START, "vision_end_token_id": END}

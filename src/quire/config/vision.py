@@ -70,6 +70,11 @@ class Vision:
     deep: tuple[int, ...] = ()
 
 
+def is_text_only(limit_mm_per_prompt: Mapping[str, Any] | None) -> bool:
+    """Whether requests may have no image, so that the vision tower need not be loaded."""
+    return limit_mm_per_prompt == {"image": 0}
+
+
 def resolve_images(
     vision: Vision | None,
     limit_mm_per_prompt: Mapping[str, Any] | None,
@@ -81,7 +86,7 @@ def resolve_images(
     given = {"limit_mm_per_prompt": limit_mm_per_prompt, "mm_processor_kwargs": mm_processor_kwargs}
     known = {"limit_mm_per_prompt": ("image",), "mm_processor_kwargs": ("min_pixels", "max_pixels")}
     for name, values in given.items():
-        if values is None:
+        if values is None or (vision is None and is_text_only(values)):
             continue
         if vision is None:
             raise ConfigError(name, "is about images, and this model takes none", "leave it out")

@@ -29,7 +29,7 @@ def read_sections(config: Fields, *, interleaved: bool = False) -> tuple[tuple[i
     if not isinstance(rope, dict) or not isinstance(rope.get("mrope_section"), list):
         raise config.refuse(f"{where}.mrope_section", "is missing")
     sections = rope["mrope_section"]
-    if len(sections) % 3 or any(type(number) is not int or number < 1 for number in sections):
+    if len(sections) % 3 or any(type(number) is not int or number < 1 - interleaved for number in sections):
         raise config.refuse(f"{where}.mrope_section", "must hold whole numbers for three axes")
     if rope.get("mrope_interleaved", interleaved) is not interleaved:
         raise config.refuse(f"{where}.mrope_interleaved", f"only {str(interleaved).lower()} is supported")
@@ -44,6 +44,8 @@ def read_sections(config: Fields, *, interleaved: bool = False) -> tuple[tuple[i
 def _interleave(sections: list[int]) -> list[int]:
     """Return the sections, in the sense of `Rope.sections`, of pairs that alternate between the axes; where an axis has
     no more pairs, time gets them. []: the numbers of pairs do not fit that."""
+    if len(sections) != 3:
+        return []
     axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(sum(sections))]
     found: list[int] = []
     for axis in axes:

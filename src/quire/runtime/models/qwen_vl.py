@@ -102,11 +102,11 @@ class QwenVL(Decoder):
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config, build)
-        assert config.vision is not None
-        self.visual = self.make_tower(config.vision, config.hidden_size, build)
+        vision, size = config.vision, config.hidden_size
+        self.visual = None if vision is None else self.make_tower(vision, size, build)
 
     @property
-    def tower(self) -> VisionTower:
+    def tower(self) -> VisionTower | None:
         return self.visual
 
 

@@ -65,7 +65,12 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen3_vl": Entry("qwen3_vl", "QWEN3_VL", ("Qwen3VLForConditionalGeneration",)),
     "qwen3_vl_moe": Entry("qwen3_vl", "QWEN3_VL_MOE", ("Qwen3VLMoeForConditionalGeneration",)),
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
-    "smollm3": Entry("decoder", "SMOLLM3", ("SmolLM3ForCausalLM",), in_gguf=True),
+    "smollm3": Entry("plain", "SMOLLM3", ("SmolLM3ForCausalLM",), in_gguf=True),
+    "helium": Entry("plain", "HELIUM", ("HeliumForCausalLM",)),
+    "arcee": Entry("layer_normed", "ARCEE", ("ArceeForCausalLM",), in_gguf=True),
+    "nemotron": Entry("layer_normed", "NEMOTRON", ("NemotronForCausalLM",), in_gguf=True),
+    "stablelm": Entry("layer_normed", "STABLELM", ("StableLmForCausalLM",), in_gguf=True),
+    "olmo": Entry("layer_normed", "OLMO", ("OlmoForCausalLM",), in_gguf=True),
     "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",), in_gguf=True),
     "olmo3": Entry("olmo", "OLMO3", ("Olmo3ForCausalLM",)),
     "exaone4": Entry("olmo", "EXAONE4", ("Exaone4ForCausalLM",), in_gguf=True),
@@ -76,6 +81,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "seed_oss": Entry("plain", "SEED_OSS", ("SeedOssForCausalLM",), in_gguf=True),
     "ernie4_5": Entry("plain", "ERNIE4_5", ("Ernie4_5ForCausalLM",), in_gguf=True),
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",), in_gguf=True),
+    "gemma": Entry("gemma1", "GEMMA1", ("GemmaForCausalLM",), in_gguf=True),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
     "gemma3_text": Entry(
         "gemma", "GEMMA3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), in_gguf=True, gguf_name="gemma3"
