@@ -12,13 +12,19 @@ ROOT = Path(__file__).parents[2]
 # suite with QUIRE_TEST_WHOLE or on a GPU.
 SAME_KERNELS = {
     "deepseek_v2": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
     "dots1": "glm4_moe",
+    "exaone_moe": "glm4_moe",
+    "flex_olmo": "mixtral",
+    "glm4_moe_lite": "deepseek_v3",
+    "glm_moe_dsa": "deepseek_v3",
     "granite": "llama",
     "granitemoe": "mixtral",
     "granitemoeshared": "mixtral",
     "minimax_m2": "glm4_moe",
     "olmoe": "mixtral",
     "mistral": "mixtral",
+    "mistral4": "deepseek_v3",
     "phi3": "llama",
     "qwen2": "starcoder2",
     "qwen2_moe": "qwen3_next",
@@ -28,7 +34,12 @@ SAME_KERNELS = {
 }
 # Families of the same blocks as another one: the suite runs these features, the table and QUIRE_TEST_WHOLE all.
 SAME_BLOCKS = {
+    "deepseek_v32": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
+    "glm_moe_dsa": "deepseek_v3",
+    "mistral4": "deepseek_v3",
     "dots1": "glm4_moe",
+    "exaone_moe": "glm4_moe",
     "granitemoeshared": "granitemoe",
     "solar_open": "glm4_moe",
 }

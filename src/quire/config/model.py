@@ -275,6 +275,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     parallel_residual: bool = False  # attention and MLP read the same residual (for families with both forms)
     shared_norm: bool = False  # and through the same norm (likewise)
+    context_limit: tuple[str, int] | None = None  # key of config.json, and most tokens for which attention is exact
     experts: Experts | None = None
     latent: Latent | None = None  # latent attention; `heads` then attend to the latents
     encoder: Encoder | None = None  # None: a decoder
