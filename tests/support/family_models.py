@@ -45,6 +45,8 @@ GRANITE: dict[str, Any] = {
 }  # fmt: skip
 # What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True, "pad_token_id": 0},
+    "cohere2": {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2, "pad_token_id": 0},
     "deepseek_v2": {
         **LATENT, "q_lora_rank": None, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
         "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
@@ -55,6 +57,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
     },
     "deepseek_v32": {**LATENT, **SIGMOIDS, **INDEXER, "q_lora_rank": 24, "first_k_dense_replace": 1},
+    "ernie4_5": {"head_dim": 16, "use_bias": True, "pad_token_id": 0},
+    "exaone4": {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2},
     "dots1": {
         **SIGMOIDS, "head_dim": 16, "first_k_dense_replace": 1, "sliding_window": 9, "max_window_layers": 2,
         "norm_topk_prob": True,
@@ -80,6 +84,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **LATENT, **SIGMOIDS, **INDEXER, "q_lora_rank": 24, "mlp_layer_types": ["dense", "sparse", "sparse"],
         "index_topk_freq": 2,
     },
+    "glm": {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 0},
+    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 0},
     "glm4_moe": {**SIGMOIDS, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
     "gpt2": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
     "gpt_neox": {"num_key_value_heads": ..., "rotary_pct": 0.25},
@@ -91,7 +97,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoeshared": {
         **GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
     },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32, "conv_bias": True,
+        "pad_token_id": 0,
+    },
+    "lfm2_moe": {
+        "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "num_dense_layers": 1, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "pad_token_id": 0,
+    },
     "llama": {},
+    "ministral": {
+        "sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+    },
     "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
     "mistral": {"sliding_window": 9, "head_dim": 16},
     "mistral4": {
@@ -101,8 +119,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
         },
     },
+    "mistral3": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "mistral", "head_dim": 16},
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 14, "head_dim": 8,
+        },
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
     "olmo2": {},
+    "olmo3": {
+        "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.2,
+        },
+    },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
     "opt": {"num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi": {"partial_rotary_factor": 0.5},
@@ -132,6 +164,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
         "linear_key_head_dim": 8, "linear_value_head_dim": 16,
     },
+    "seed_oss": {"head_dim": 16, "pad_token_id": 0},
     "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
     "solar_open": {**SIGMOIDS, "head_dim": 16},
     "starcoder2": {"sliding_window": None},

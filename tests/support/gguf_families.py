@@ -190,6 +190,62 @@ def starcoder2_settings(config: Any) -> dict[str, object]:
     return {**decoder_settings(config), "attention.layer_norm_epsilon": config.norm_epsilon}
 
 
+def glm_settings(config: Any) -> dict[str, object]:
+    share = config.rope_parameters["partial_rotary_factor"]
+    return {
+        **decoder_settings(config), **whole_heads(config), "rope.dimension_count": int(share * config.head_dim),
+    }  # fmt: skip
+
+
+def cohere_settings(config: Any) -> dict[str, object]:
+    return {
+        **decoder_settings(config), "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "logit_scale": config.logit_scale, "rope.scaling.type": "none",
+    }  # fmt: skip
+
+
+def cohere2_settings(config: Any) -> dict[str, object]:
+    return {
+        **cohere_settings(config), "vocab_size": VOCAB, "rope.dimension_count": config.head_dim,
+        "attention.sliding_window": config.sliding_window,
+    }  # fmt: skip
+
+
+def window_settings(config: Any) -> dict[str, object]:
+    """Which layers have a window, as a list."""
+    kinds, window = config.layer_types, config.sliding_window
+    windows = {
+        "attention.sliding_window": window,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+    }
+    return {**decoder_settings(config), **whole_heads(config), "vocab_size": VOCAB, **(windows if window else {})}
+
+
+def lfm2_settings(config: Any) -> dict[str, object]:
+    kinds, settings = config.layer_types, decoder_settings(config)
+    size = 2 * config.intermediate_size // 3 if config.model_type == "lfm2" else config.intermediate_size
+    return {
+        **settings, "vocab_size": VOCAB,
+        "feed_forward_length": -(-size // 32) * 32,
+        "attention.head_count_kv": [config.num_key_value_heads * (kind == "full_attention") for kind in kinds],
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "shortconv.l_cache": config.conv_L_cache,
+    }  # fmt: skip
+
+
+def lfm2_moe_settings(config: Any) -> dict[str, object]:
+    return {
+        **lfm2_settings(config), **expert_settings(config),
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "leading_dense_block_count": config.num_dense_layers,
+        "expert_gating_func": 2,
+    }  # fmt: skip
+
+
+def flat_convolutions(name: str, values: Tensor, config: Any) -> Tensor:
+    return values.squeeze(1) if values.dim() == 3 else values
+
+
 @dataclass(frozen=True)
 class Layout:
     """How files of a family are laid out. `changes`: of the tiny model, where files leave a setting out."""
@@ -229,9 +285,20 @@ LAYOUTS: dict[str, Layout] = {
         "smollm3", llama_settings, in_pairs, {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}
     ),
     "olmo2": Layout("olmo2"),
+    "lfm2": Layout("lfm2", lfm2_settings, flat_convolutions, {"conv_bias": False}),
+    "lfm2_moe": Layout("lfm2moe", lfm2_moe_settings, flat_convolutions),
     "phi3": Layout("phi3", phi3_settings),
     "phi3-window": Layout("phi3", phi3_settings, changes={"sliding_window": 7}),
     "phi3-long": Layout("phi3", phi3_settings, changes={"max_position_embeddings": 2_048, "rope_scaling": LONG_ROPE}),
+    "glm4": Layout("glm4", glm_settings),
+    "cohere": Layout("command-r", cohere_settings),
+    "cohere2": Layout("cohere2", cohere2_settings, changes={"sliding_window_pattern": 4, "num_hidden_layers": 5}),
+    "seed_oss": Layout("seed_oss", lambda config: {**decoder_settings(config), **whole_heads(config)}),
+    "ernie4_5": Layout("ernie4_5", lambda config: {**decoder_settings(config), **whole_heads(config)}),
+    "exaone4": Layout("exaone4", window_settings),
+    "exaone4-small": Layout(
+        "exaone4", window_settings, changes={"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    ),
     "starcoder2": Layout("starcoder2", starcoder2_settings),
     "phi": Layout("phi2", phi_settings, changes={"num_key_value_heads": 4, "intermediate_size": 256}),
     "gpt2": Layout("gpt2", gpt2_settings, by_outputs, {"n_inner": ...}),
@@ -284,17 +351,27 @@ def family_tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
     checkpoint.close()
     made = []
     for name, values in found.items():
-        stored_as = names.get_name(_published(name), try_suffixes=(".weight", ".bias"))
+        stored_as = names.get_name(_published(name, layout.architecture), try_suffixes=(".weight", ".bias"))
         assert stored_as is not None, name
         if kind != "F32" and "gate_inp_shexp" in stored_as:
             values = values.squeeze(0)  # as llama-quantize writes a matrix of one row
-        is_plain = values.ndim < 2 or "gate_inp" in stored_as or "position" in stored_as
+        is_plain = values.ndim < 2 or any(word in stored_as for word in ("gate_inp", "position", "conv.conv"))
         made.append(stored(stored_as, values.contiguous().numpy(), "F32" if is_plain else kind))
     return made
 
 
-def _published(name: str) -> str:
+_PUBLISHED = {  # of LFM2
+    "model.norm.": "model.embedding_norm.", ".o_proj.": ".out_proj.",
+    ".feed_forward.gate.e_score_correction_bias": ".feed_forward.expert_bias.bias",
+}  # fmt: skip
+
+
+def _published(name: str, architecture: str) -> str:
     """What the converter's table calls a few tensors."""
+    if architecture.startswith("lfm2"):
+        for ours, theirs in _PUBLISHED.items():
+            name = name.replace(ours, theirs)
+        return name
     if name.endswith("_proj.weight"):
         name = name.replace(".block_sparse_moe.experts.", ".mlp.experts.")  # of Granite
     name = name.replace(".block_sparse_moe.experts.", ".feed_forward.experts.")
@@ -303,8 +380,8 @@ def _published(name: str) -> str:
 
 
 def _outer(path: str) -> str:
-    """The same for experts of Mixtral."""
-    return "layers" if re.search(r"block_sparse_moe.*\.w\d", path) else "model.layers"
+    """The same for experts of Mixtral and LFM2."""
+    return "layers" if re.search(r"(block_sparse_moe|feed_forward).*\.w\d", path) else "model.layers"
 
 
 def _expert_number(name: str) -> tuple[int, str]:

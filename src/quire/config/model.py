@@ -118,10 +118,11 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """Recurrent layers: gated delta nets, which keep a state of fixed size instead of keys and values.
+    """Recurrent layers, which keep a state of fixed size instead of keys and values. Their inputs pass a causal
+    convolution over `width` tokens, whose last `width` - 1 inputs are part of the state.
 
-    Queries, keys and values first pass a causal convolution over `width` tokens; its last `width` - 1 inputs are part
-    of the state.
+    A gated delta net ("delta") convolves queries, keys and values. A "convolution" is nothing else: it has one key head
+    of no elements, and a value head of one element for each channel.
     """
 
     key_heads: int
@@ -131,6 +132,8 @@ class Recurrent:
     width: int  # tokens in the convolution
     layers: tuple[int, ...]  # the recurrent layers; all others are attention layers
     joined: bool = False  # checkpoints store the input projections interleaved by key head, in two matrices
+    kind: Literal["delta", "convolution"] = "delta"
+    has_bias: bool = False  # of the convolution; of a "convolution" layer: of its projections too
 
     @property
     def key_size(self) -> int:
@@ -204,39 +207,6 @@ class StoredLevels:
 SUPER_BLOCK = 256  # weights of neighbouring inputs in a super-block of Q2_K and Q3_K, whose factors share a scale
 MXFP4 = "mxfp4"  # the quantization of gpt-oss
 MXFP4_GROUP = 32  # weights of neighbouring inputs per scale
-
-
-def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
-    """Return the bytes of packed quantized weights. 32 weights take 16 bytes (nibbles) or 32, plus a scale and an
-    offset."""
-    return num_weights // 32 * (20 if nibbles else 36)
-
-
-def integer_bytes(num_weights: int, least: int, most: int, *, has_offsets: bool, group: int) -> int:
-    """Return an upper bound of the bytes of quantized weights, with values from `least` to `most`, in the panels of the
-    CPU's integer kernels. `group`: weights per scale and, if `has_offsets`, per offset."""
-    halves = group < 32
-    widths = ((4,) if has_offsets else (4, 6)) if halves else (4, 5, 6)  # bit widths below 8 that have kernels
-    bits = next((bits for bits in widths if _fits(bits, least, most, has_offsets=has_offsets)), 8)
-    shared = 128 if bits == 4 and group % 128 == 0 else 16 if halves else 32  # weights per scale in the panels
-    return num_weights * bits // 8 + num_weights // shared * 2 * (1 + has_offsets)
-
-
-def table_bytes(num_weights: int, outputs: int) -> int:
-    """Return the bytes of weights with at most 16 different values in panels of the integer kernels: 16 outputs have a
-    lookup table of 64 bytes."""
-    return num_weights // 32 * 18 + 4 * outputs
-
-
-def super_block_bytes(num_weights: int, bits: int, *, has_offsets: bool) -> int:
-    """Return the bytes of weights held as super-blocks in those panels: a byte of factors per 16 weights, and a float16
-    scale, perhaps an offset too, per 256."""
-    return num_weights * bits // 8 + num_weights // 16 + num_weights // 256 * 2 * (1 + has_offsets)
-
-
-def _fits(bits: int, least: int, most: int, *, has_offsets: bool) -> bool:
-    middle = 0 if has_offsets else 1 << (bits - 1)  # the stored value that means 0
-    return least + middle >= 0 and most + middle < 1 << bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ DEFAULT_PREFILL_TOKENS = 256
 DEFAULT_PREFILL_TIMEOUT = 60.0
 MetricNames = Literal["quire", "vllm", "both"]
 TOOL_PARSERS = (
-    "auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "granite",
+    "auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "glm45", "glm47", "kimi_k2", "minimax_m2",
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "seed_oss", "step3", "hy_v3", "minicpm5", "granite",
     "gemma4", "harmony",
 )  # fmt: skip
 REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "mistral", "granite", "gemma4", "harmony")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.engine import DeviceConfig
-from quire.config.model import Experts, Heads, ModelConfig, Recurrent, Rope
+from quire.config.model import Experts, Heads, ModelConfig, Rope
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
@@ -19,7 +19,6 @@ from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_product
-from quire.runtime.layers.delta import DeltaRule, ungrouped_rows
 from quire.runtime.layers.experts import (
     ExpertScales,
     ExpertSet,
@@ -33,12 +32,12 @@ from quire.runtime.layers.experts import (
 )
 from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads, TritonHeads
 from quire.runtime.layers.latent import LatentAttention, LatentProducts
+from quire.runtime.layers.layer_norm import USUAL_LAYER_NORM, LayerNorm, LayerNormKind
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
 from quire.runtime.layers.modules import (
     Embedding,
     HeadNorm,
-    LayerNorm,
     PositionEmbedding,
     ProjectionNorm,
     RMSNorm,
@@ -49,11 +48,12 @@ from quire.runtime.layers.modules import (
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.quantizing import choose_quantizing_product
+from quire.runtime.layers.recurrent import RecurrentLayers
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention
-from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored
+from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored, stored_for
 from quire.runtime.parallel.expert_sum import expert_sum
 from quire.runtime.parallel.ranks import ALONE, Ranks
 
@@ -170,13 +170,14 @@ class LayerBuilder:
         return Linear(inputs, {name: outputs}, False, self._table_product, self.placement, stored)
 
     def qkv_linear(
-        self, inputs: int, heads: Heads, *, bias: bool, names: Names = QKV, keys_are_values: bool = False
-    ) -> Linear:
-        queries, keys = self._splits.query(heads), self._splits.kv(heads)
+        self, inputs: int, heads: Heads, *, bias: bool, names: Names = QKV, keys_are_values: bool = False,
+        rope: Rope | None = None,  # states whether checkpoints store rotated pairs side by side
+    ) -> Linear:  # fmt: skip
+        queries, keys, stored = self._splits.query(heads), self._splits.kv(heads), stored_for(rope, heads.dim)
         if keys_are_values:
             return KeysAsValues(inputs, queries, keys, bias, self._product, self.placement)
-        outputs = dict(zip(names, (queries, keys, keys), strict=True))
-        return Linear(inputs, outputs, bias, self._product, self.placement)
+        outputs, each = zip(names, (queries, keys, keys), strict=True), (stored, stored, SAME_LAYOUT)
+        return Linear(inputs, dict(outputs), bias, self._product, self.placement, dict(zip(names, each, strict=True)))
 
     def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
         """Build the layer for queries, keys, values and the logits of the output gate. Checkpoints store a head's gate
@@ -205,30 +206,10 @@ class LayerBuilder:
         """Return the split of query heads with `dim` outputs each, for `stacked_linear`."""
         return self._splits.query(heads, dim)
 
-    def delta_linears(self, hidden: int, sizes: Recurrent) -> tuple[Linear, Linear]:
-        """Build a delta net's layer for queries, keys, values and gates, and its layer for strength and decay, which is
-        never quantized."""
-        each, shared = self._splits.recurrent(sizes), sizes.value_heads // sizes.key_heads
-        keys, values, heads, groups = each.keys, each.values, each.value_heads, each.groups
-        if not sizes.joined:
-            wide = {"in_proj_qkv": concat_splits(keys, keys, values), "in_proj_z": values}
-            in_proj = Linear(hidden, wide, False, self._product, self.placement)
-            narrow = {"in_proj_b": heads, "in_proj_a": heads}
-            return in_proj, Router(hidden, narrow, False, self._table_product, self.placement)
-        parts = (sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim)
-        of_group, order = groups.times(sum(parts)), ungrouped_rows(groups.count, parts)
-        in_proj = Linear(hidden, {"in_proj_qkvz": of_group}, False, self._product, self.placement, order=order)
-        of_group, order = groups.times(2 * shared), ungrouped_rows(groups.count, (shared, shared))
-        gates = Router(hidden, {"in_proj_ba": of_group}, False, self._table_product, self.placement, order=order)
-        return in_proj, gates
-
-    def delta_out(self, sizes: Recurrent, hidden: int) -> Linear:
-        """Build the row-parallel output layer of a delta net."""
-        return self._row_linear("out_proj", self._splits.recurrent(sizes).values, hidden, bias=False)
-
-    def delta_rule(self, recurrent: Recurrent, place: int, eps: float) -> DeltaRule:
-        """Build the delta rule of a layer. `place`: the layer's index among the recurrent layers."""
-        return DeltaRule(recurrent, self._splits.recurrent(recurrent), place, eps, self.placement)
+    @property
+    def recurrent(self) -> RecurrentLayers:
+        """The builder of recurrent layers."""
+        return RecurrentLayers(self._splits, self._product, self._table_product, self.placement, self._row_linear)
 
     def gated_mlp(
         self,
@@ -296,8 +277,8 @@ class LayerBuilder:
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)
 
-    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        return LayerNorm(name, size, eps, self._ops, self.placement)
+    def layer_norm(self, name: str, size: int, eps: float, kind: LayerNormKind = USUAL_LAYER_NORM) -> LayerNorm:
+        return LayerNorm(name, size, eps, self._ops, self.placement, kind)
 
     def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(name, size, eps, self._ops, self.placement, offset)
@@ -354,9 +335,8 @@ class LayerBuilder:
 
     def latent_products(self, config: ModelConfig) -> LatentProducts:
         assert config.latent is not None
-        return LatentProducts(
-            self._splits.query(config.heads, 1), config.latent, self._heads_product, self.placement
-        )  # fmt: skip
+        queries = self._splits.query(config.heads, 1)
+        return LatentProducts(queries, config.latent, self._heads_product, self.placement)
 
     def latent_attention(self, config: ModelConfig, layer: int) -> LatentAttention:
         latent, scale = config.latent, config.attention_scale

@@ -28,7 +28,7 @@ class WindowStep:
 @dataclass(frozen=True, slots=True)
 class StateStep:
     """The states of recurrent layers, and which slots each segment of the batch reads and writes. See
-    kernels/delta.py."""
+    kernels/recurrent.py."""
 
     layers: tuple[Tensor, ...]  # [slots, state size] float32, of each recurrent layer
     segments: npt.NDArray[np.int64] | None = None  # [segments, 4], for layers run on the CPU

@@ -13,7 +13,8 @@ from quire.config.fields import Fields
 from quire.config.model import ModelConfig
 from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.blocks import Blocks
-from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.builder import GATED, LayerBuilder
+from quire.runtime.layers.layer_norm import LayerNormKind
 from quire.runtime.layers.modules import PairedEmbedding
 from quire.runtime.layers.side_inputs import SideInputs
 from quire.runtime.layers.step import ForwardStep
@@ -32,13 +33,16 @@ from quire.runtime.models.hf_rope import read_rope
 
 
 class DecoderBlock(nn.Module):
+    mlp_names = GATED
+
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
         hidden, eps, self._scale = config.hidden_size, config.norm_eps, config.residual_scale
         self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
         self.self_attn = DecoderAttention(config, layer, build)
         self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
-        self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=config.mlp_bias)
+        inner, bias, names = config.intermediate_size, config.mlp_bias, self.mlp_names
+        self.mlp = build.gated_mlp(hidden, inner, config.activation, bias=bias, names=names)
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         x.add(self.self_attn(self.input_layernorm(x), step), scale=self._scale)
@@ -49,23 +53,27 @@ class DecoderStack(nn.Module):
     """Embedding, blocks of a given class, the final norm, and the side inputs if the model has them."""
 
     def __init__(
-        self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module], norm_offset: float = 0.0
-    ) -> None:
+        self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module], norm_offset: float = 0.0,
+        layer_norms: LayerNormKind | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         blocks = (block(config, layer, build) for layer in range(config.num_layers))
         self.layers = Blocks(blocks, config)
         self.side_inputs = SideInputs(config, build) if config.per_layer_input else None
-        self.norm = build.rms_norm("norm", config.hidden_size, config.norm_eps, norm_offset)
+        of_stream = ("norm", config.hidden_size, config.norm_eps)
+        by_layer = None if layer_norms is None else build.layer_norm(*of_stream, layer_norms)
+        self.norm = by_layer or build.rms_norm(*of_stream, norm_offset)
 
 
 class Decoder(BaseModel):
     block: type[nn.Module] = DecoderBlock
     norm_offset = 0.0
+    layer_norms: LayerNormKind | None = None  # of the final norm; None: an RMSNorm
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config)
-        self.model = model = DecoderStack(config, build, self.block, self.norm_offset)
+        self.model = model = DecoderStack(config, build, self.block, self.norm_offset, self.layer_norms)
         self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config)
         self.score = build.label_head("score", config) if config.num_labels else None
         side, table = model.side_inputs, model.embed_tokens

@@ -32,7 +32,10 @@ _KV_HEADS, _INNER = "attention.head_count_kv", "feed_forward_length"
 
 
 def read_windows(fields: Fields, every: int, usual: int | None = None) -> tuple[int | None, ...]:
-    """Return the window of each layer: every `every`-th layer has none. `usual`: the window if a file stores none."""
+    """Return the window of each layer: every `every`-th layer has none, unless a file lists which layers have one.
+    `usual`: the window if a file stores none."""
+    if isinstance(fields.raw(PATTERN), list):
+        return read_listed_windows(fields)
     window, every = fields.integer(WINDOW, usual, least=1), fields.integer(PATTERN, every, least=1)
     return tuple(None if (layer + 1) % every == 0 else window for layer in range(fields.integer("block_count")))
 
@@ -122,6 +125,14 @@ def whole_numbers(fields: Fields, windows: tuple[int | None, ...]) -> Fields:
     if len(full) != 1 or len(local) > 1:
         raise fields.refuse(_KV_HEADS, "must be the same for all layers of a kind")
     return fields.changed({_KV_HEADS: full.pop(), _INNER: sizes[0]})
+
+
+def heads_where_present(fields: Fields) -> Fields:
+    """Replace per-layer counts of key/value heads, which are 0 for layers without attention, by one value."""
+    found = set(fields.integers(_KV_HEADS, fields.integer("block_count"))) - {0}
+    if len(found) != 1:
+        raise fields.refuse(_KV_HEADS, "must be the same for all layers with attention, of which there must be one")
+    return fields.changed({_KV_HEADS: found.pop()})
 
 
 def read_layers(fields: Fields, config: ModelConfig, windows: tuple[int | None, ...]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig, Recurrent
 from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.delta import GatedDeltaNet
 from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.step import ForwardStep
@@ -23,10 +22,11 @@ from quire.runtime.models import gguf_hybrid
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import STACKED, Family, text_model_name
 from quire.runtime.models.hf_config import (
-    FULL,
+    LINEAR,
     check_recurrent,
     read_decoder,
     read_heads,
+    read_recurrent_layers,
     refuse_other,
     refuse_set,
 )
@@ -34,7 +34,6 @@ from quire.runtime.models.hf_experts import read_qwen_experts
 from quire.runtime.models.hf_rope import read_rope
 
 NORM_OFFSET = 1.0
-LINEAR = "linear_attention"  # the value of `layer_types` for delta nets
 _MROPE = ("mrope_section", "mrope_interleaved")  # only matters for images: text has equal positions in all sections
 
 
@@ -48,7 +47,8 @@ class HybridBlock(nn.Module):
         hidden, eps, experts = config.hidden_size, config.norm_eps, config.experts
         self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps, NORM_OFFSET)
         if config.is_recurrent(layer):
-            self.linear_attn = delta_net(config, layer, build)
+            assert config.recurrent is not None
+            self.linear_attn = build.recurrent.delta_net(hidden, config.recurrent, config.place_of(layer), eps)
         else:
             self.self_attn = HybridAttention(config, layer, build)
         self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps, NORM_OFFSET)
@@ -69,13 +69,6 @@ class HybridBlock(nn.Module):
 class Hybrid(Decoder):
     block = HybridBlock
     norm_offset = NORM_OFFSET
-
-
-def delta_net(config: ModelConfig, layer: int, build: LayerBuilder) -> GatedDeltaNet:
-    sizes, hidden = config.recurrent, config.hidden_size
-    assert sizes is not None
-    rule = build.delta_rule(sizes, config.place_of(layer), config.norm_eps)
-    return GatedDeltaNet(*build.delta_linears(hidden, sizes), rule, build.delta_out(sizes, hidden))
 
 
 def read_qwen3_next(config: Fields) -> ModelConfig:
@@ -116,16 +109,11 @@ def _read_hybrid(config: Fields, name: str, num_kv_heads: int, experts: Experts 
 
 
 def _read_recurrent(config: Fields) -> Recurrent | None:
-    count, every = config.integer("num_hidden_layers"), config.integer("full_attention_interval", 4, least=1)
-    kinds = config.raw("layer_types") or [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (LINEAR, FULL) for kind in kinds):
-        raise config.refuse("layer_types", f"must be {LINEAR} or {FULL} for each of {count} layers")
-    if FULL not in kinds:
-        raise config.refuse("layer_types", "a model without attention is not supported")
+    every = config.integer("full_attention_interval", 4, least=1)
+    layers = read_recurrent_layers(config, LINEAR, lambda layer: (layer + 1) % every == 0)
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     keys, usual = tuple(f"linear_{name}" for name in names), (16, 32, 128, 128, 4)
     heads, value_heads, dim, value_dim, width = map(config.integer, keys, usual)
-    layers = tuple(layer for layer in range(count) if kinds[layer] == LINEAR)
     sizes = Recurrent(heads, value_heads, dim, value_dim, width, layers)
     return check_recurrent(config, sizes, keys) if layers else None
 

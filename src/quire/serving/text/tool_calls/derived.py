@@ -19,7 +19,9 @@ from quire.types.errors import InvalidRequest
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 PREFIX = "derived:"
 PROBE_PARAMETERS: dict[str, dict[str, Any]] = {"quire_probe_name": {}}
-PROBE_TOOLS = ({"type": "function", "function": {"name": "quire_probe_name", "description": "", "parameters": {}}},)
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "required": []}  # templates read all three
+_PROBE = {"name": "quire_probe_name", "description": "", "parameters": _NO_PARAMETERS}
+PROBE_TOOLS = ({"type": "function", "function": _PROBE},)
 _NAME, _KEY, _VALUE = "quire_probe_name", "quire_probe_key", "quire_probe_value"
 _WORDS = "\U000f0000"
 _TAG = re.compile(r"<[^<>]{1,64}>|\[[^\[\]]{1,64}\]")
@@ -119,8 +121,11 @@ def derive_form(written: WrittenCalls) -> DerivedForm | None:
     return _form(start, behind, middle)
 
 
-def reads(reader: Callable[[], PartReader], written: WrittenCalls) -> bool:
-    """Return whether a reader finds the calls that the template rendered, and no text before them."""
+def reads(reader: Callable[[], PartReader], written: WrittenCalls, *, after_words: bool = False) -> bool:
+    """Return whether a reader finds the calls that the template rendered, and no text before them.
+
+    With `after_words` there may be such text: some templates close the reasoning or the prompt before calls only.
+    """
     for text, count in ((written.one, 1), (written.two, 2)):
         answer = reader()
         parts = [*answer.push(text), *answer.finish()]
@@ -129,7 +134,7 @@ def reads(reader: Callable[[], PartReader], written: WrittenCalls) -> bool:
         written_names = min(count, text.count(_NAME))  # a template may render only the first call
         if names != [_NAME] * written_names or len(_ARGUMENTS.findall(arguments)) != written_names:
             return False
-        if any(isinstance(part, Said) for part in parts[:1]):
+        if not after_words and any(isinstance(part, Said) for part in parts[:1]):
             return False
     return True
 
