@@ -145,7 +145,7 @@ def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, fi
 
 
 def rename_deepseek(name: str) -> str | None:
-    text = text_model_name(name, ("vision_tower.", "mm_projector."))
+    text = text_model_name(name, ("vision_tower.", "mm_projector.", "multi_modal_projector."))
     return None if text is None else text.replace(".mlp.shared_experts.", ".mlp.shared_expert.")
 
 

@@ -101,5 +101,11 @@ DEEPSEEK_V32, GLM_MOE_DSA = (
     for name, read in (("deepseek_v32", read_deepseek_v32), ("glm_moe_dsa", read_glm_moe_dsa))
 )
 MISTRAL4 = Family(
-    name="mistral4", build=Deepseek, read=read_mistral4, rename=rename_deepseek, stacked=STACKED, drops_layers=True
+    name="mistral4",
+    build=Deepseek,
+    read=read_mistral4,
+    rename=rename_deepseek,
+    stacked=STACKED,
+    drops_layers=True,
+    nested="text_config",
 )
