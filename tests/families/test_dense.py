@@ -30,6 +30,11 @@ MORE = {"num_hidden_layers": 4, "sliding_window": 5}
         ("exaone4", "sliding_window", None),
         ("glm4", "rope_scaling", {"rope_type": "spiral"}),
         ("ministral", "layer_types", ["full_attention"]),
+        ("olmo", "clip_qkv", 8.0),
+        ("stablelm", "qk_layernorm", True),
+        ("gemma", "use_bidirectional_attention", True),
+        ("nemotron", "hidden_act", "xielu"),
+        ("llama", "hidden_act", "relu2"),
         ("seed_oss", "use_sliding_window", True),
         ("ernie4_5", "hidden_act", "tanh"),
     ],
@@ -85,6 +90,12 @@ def test_a_mistral_for_images_is_read_for_its_text(is_new: bool, tmp_path: Path)
         with torch.no_grad():
             wanted = model(torch.tensor([prompt])).logits[0, -1]
         torch.testing.assert_close(logits[0], wanted, rtol=1e-3, atol=2e-4)
+
+
+def test_the_first_gemmas_call_their_activation_gelu(tmp_path: Path) -> None:
+    model = FamilyCase("gemma", tmp_path).model
+    change_config(tmp_path, hidden_act="gelu", hidden_activation=None)
+    check_parity(tmp_path, attention="auto", model=model)
 
 
 def test_another_text_model_inside_mistral_3_is_refused(tmp_path: Path) -> None:

@@ -164,10 +164,10 @@ class LayerBuilder:
         """Build a linear layer with a bias that is whole on every rank and never quantized."""
         return Linear(inputs, {name: outputs}, True, self._table_product, self.placement)
 
-    def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int) -> Linear:
+    def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int, *, bias: bool = False) -> Linear:
         """Build a convolution over non-overlapping patches, as one gemm per patch. Never quantized."""
         inputs, stored = math.prod(kernel), Stored(kernel=kernel)
-        return Linear(inputs, {name: outputs}, False, self._table_product, self.placement, stored)
+        return Linear(inputs, {name: outputs}, bias, self._table_product, self.placement, stored)
 
     def qkv_linear(
         self, inputs: int, heads: Heads, *, bias: bool, names: Names = QKV, keys_are_values: bool = False,

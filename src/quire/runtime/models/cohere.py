@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
-
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
-from quire.runtime.layers.attention import DecoderAttention
-from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.layer_norm import LayerNormKind
-from quire.runtime.layers.step import ForwardStep
-from quire.runtime.layers.stream import Stream
 from quire.runtime.models import gguf_config
 from quire.runtime.models.decoder import Decoder
+from quire.runtime.models.decoder_block import DecoderBlock
 from quire.runtime.models.family import Family, GgufFamily
 from quire.runtime.models.hf_config import read_decoder, read_window, read_windows, refuse_set
 from quire.runtime.models.hf_rope import read_rope
@@ -27,17 +22,8 @@ NORM = LayerNormKind(has_bias=False)
 _SCALE = "logit_scale"
 
 
-class CohereBlock(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        self.input_layernorm = build.layer_norm("input_layernorm", hidden, config.norm_eps, NORM)
-        self.self_attn = DecoderAttention(config, layer, build)
-        self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=False)
-
-    def forward(self, x: Stream, step: ForwardStep) -> None:
-        normed = self.input_layernorm(x).value()
-        x.add(self.self_attn(normed, step), self.mlp(normed))
+class CohereBlock(DecoderBlock):
+    layer_norms = NORM
 
 
 class Cohere(Decoder):
@@ -68,12 +54,13 @@ def _read(config: Fields, name: str) -> ModelConfig:
         config, name, 8_192, qkv_bias=bias, o_bias=bias, norm_eps=config.number("layer_norm_eps", 1e-5),
         rope=replace(read_rope(config, length, theta=500_000.0 if name == "cohere" else 10_000.0), in_pairs=True),
         tie_word_embeddings=config.flag("tie_word_embeddings", True), logit_scale=config.number(_SCALE, 0.0625),
+        parallel_residual=True,
     )  # fmt: skip
 
 
 def gguf_cohere(fields: Fields, config: ModelConfig) -> ModelConfig:
     scale = gguf_config.decimal(fields.number(_SCALE, 0.0625))
-    return replace(config, rope=replace(config.rope, in_pairs=True), logit_scale=scale)
+    return replace(config, rope=replace(config.rope, in_pairs=True), logit_scale=scale, parallel_residual=True)
 
 
 def gguf_cohere2(fields: Fields, config: ModelConfig) -> ModelConfig:

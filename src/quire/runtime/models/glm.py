@@ -12,7 +12,8 @@ from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import PostNormed, Stream
-from quire.runtime.models.decoder import Decoder, DecoderBlock
+from quire.runtime.models.decoder import Decoder
+from quire.runtime.models.decoder_block import DecoderBlock
 from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily
 from quire.runtime.models.hf_config import read_decoder, read_heads, refuse_windows
 from quire.runtime.models.hf_rope import read_rope
