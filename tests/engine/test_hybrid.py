@@ -1,4 +1,4 @@
-"""Conversations with a hybrid model (gated delta nets beside attention), by its real layers: later turns are prefix
+"""Conversations with hybrid models (gated delta nets or Mamba-2 beside attention), by their real layers: later turns are prefix
 hits, on the device, from host memory and after a restart from disk, and the tokens are those of a cold run. Drafts
 change no token."""
 
@@ -26,9 +26,9 @@ USUAL = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "thre
 TURN = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, detokenize=False)
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> FamilyCase:
-    made = FamilyCase("qwen3_next", tmp_path_factory.mktemp("qwen3_next"))
+@pytest.fixture(scope="module", params=["qwen3_next", "granitemoehybrid"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyCase:
+    made = FamilyCase(request.param, tmp_path_factory.mktemp(request.param))
     assert made.model is not None  # it is written
     return made
 
