@@ -1,6 +1,6 @@
-"""Conversations with hybrid models (gated delta nets or Mamba-2 beside attention), by their real layers: later turns are prefix
-hits, on the device, from host memory and after a restart from disk, and the tokens are those of a cold run. Drafts
-change no token."""
+"""Conversations with hybrid models (gated delta nets or Mamba-2 beside attention), by their real layers: later turns
+are prefix hits, on the device, from host memory and after a restart from disk, and the tokens are those of a cold run.
+Drafts change no token."""
 
 from __future__ import annotations
 

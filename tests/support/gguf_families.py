@@ -51,6 +51,11 @@ def by_outputs(name: str, values: Tensor, config: Any) -> Tensor:
     return values.t() if re.search(r"\.c_(attn|proj|fc)\.weight", name) else values
 
 
+def plus_one(name: str, values: Tensor, config: Any) -> Tensor:
+    """Weights of norms plus one."""
+    return values + 1 if name.endswith("norm.weight") else values
+
+
 def decoder_settings(config: Any) -> dict[str, object]:
     rope = config.rope_parameters or {}
     return {
@@ -190,6 +195,60 @@ def starcoder2_settings(config: Any) -> dict[str, object]:
     return {**decoder_settings(config), "attention.layer_norm_epsilon": config.norm_epsilon}
 
 
+def glm_settings(config: Any) -> dict[str, object]:
+    share = config.rope_parameters["partial_rotary_factor"]
+    return {
+        **decoder_settings(config), **whole_heads(config), "rope.dimension_count": int(share * config.head_dim),
+    }  # fmt: skip
+
+
+def cohere_settings(config: Any) -> dict[str, object]:
+    return {
+        **decoder_settings(config), "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "logit_scale": config.logit_scale, "rope.scaling.type": "none",
+    }  # fmt: skip
+
+
+def cohere2_settings(config: Any) -> dict[str, object]:
+    return {
+        **cohere_settings(config), "vocab_size": VOCAB, "rope.dimension_count": config.head_dim,
+        "attention.sliding_window": config.sliding_window,
+    }  # fmt: skip
+
+
+def gemma_settings(config: Any) -> dict[str, object]:
+    settings = {**decoder_settings(config), **whole_heads(config)}
+    del settings["rope.freq_base"]
+    return settings
+
+
+def nemotron_settings(config: Any) -> dict[str, object]:
+    return {
+        **glm_settings(config), "vocab_size": VOCAB, "attention.layer_norm_epsilon": config.norm_eps,
+        "rope.scaling.type": "none",
+    }  # fmt: skip
+
+
+def stablelm_settings(config: Any) -> dict[str, object]:
+    share, settings = config.rope_parameters["partial_rotary_factor"], decoder_settings(config)
+    del settings["rope.freq_base"]
+    return {
+        **settings, "use_parallel_residual": config.use_parallel_residual,
+        "rope.dimension_count": int(share * (config.hidden_size // config.num_attention_heads)),
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+    }  # fmt: skip
+
+
+def window_settings(config: Any) -> dict[str, object]:
+    """Which layers have a window, as a list."""
+    kinds, window = config.layer_types, config.sliding_window
+    windows = {
+        "attention.sliding_window": window,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+    }
+    return {**decoder_settings(config), **whole_heads(config), "vocab_size": VOCAB, **(windows if window else {})}
+
+
 def lfm2_settings(config: Any) -> dict[str, object]:
     kinds, settings = config.layer_types, decoder_settings(config)
     size = 2 * config.intermediate_size // 3 if config.model_type == "lfm2" else config.intermediate_size
@@ -259,6 +318,21 @@ LAYOUTS: dict[str, Layout] = {
     "phi3": Layout("phi3", phi3_settings),
     "phi3-window": Layout("phi3", phi3_settings, changes={"sliding_window": 7}),
     "phi3-long": Layout("phi3", phi3_settings, changes={"max_position_embeddings": 2_048, "rope_scaling": LONG_ROPE}),
+    "gemma": Layout("gemma", gemma_settings, plus_one),
+    "arcee": Layout("arcee", lambda config: {**llama_settings(config), **whole_heads(config)}, in_pairs),
+    "nemotron": Layout("nemotron", nemotron_settings, plus_one),
+    "olmo": Layout("olmo", lambda config: {**llama_settings(config), "attention.layer_norm_epsilon": 1e-5}, in_pairs),
+    "stablelm": Layout("stablelm", stablelm_settings),
+    "stablelm-parallel": Layout("stablelm", stablelm_settings, changes={"use_parallel_residual": True}),
+    "glm4": Layout("glm4", glm_settings),
+    "cohere": Layout("command-r", cohere_settings),
+    "cohere2": Layout("cohere2", cohere2_settings, changes={"sliding_window_pattern": 4, "num_hidden_layers": 5}),
+    "seed_oss": Layout("seed_oss", lambda config: {**decoder_settings(config), **whole_heads(config)}),
+    "ernie4_5": Layout("ernie4_5", lambda config: {**decoder_settings(config), **whole_heads(config)}),
+    "exaone4": Layout("exaone4", window_settings),
+    "exaone4-small": Layout(
+        "exaone4", window_settings, changes={"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    ),
     "starcoder2": Layout("starcoder2", starcoder2_settings),
     "phi": Layout("phi2", phi_settings, changes={"num_key_value_heads": 4, "intermediate_size": 256}),
     "gpt2": Layout("gpt2", gpt2_settings, by_outputs, {"n_inner": ...}),

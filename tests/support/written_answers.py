@@ -114,6 +114,14 @@ def _kimi_k2(calls: Sequence[Call]) -> str:
     return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
 
 
+def _cohere_command(calls: Sequence[Call]) -> str:
+    objects = (
+        json.dumps({"tool_call_id": str(place), "tool_name": name, "parameters": given}, ensure_ascii=False)
+        for place, (name, given) in enumerate(calls)
+    )
+    return f"<|START_ACTION|>[\n    {(',' + chr(10) + '    ').join(objects)}\n]<|END_ACTION|>"
+
+
 def _deepseek(calls: Sequence[Call], *, fenced: bool) -> str:
     written = []
     for name, given in calls:
@@ -159,6 +167,20 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     ),
     "hy_v3": _hy_v3,
     "minicpm5": _minicpm5,
+    "hunyuan_a13b": lambda calls: f"<tool_calls>[{', '.join(map(_object, calls))}]</tool_calls>",
+    "minimax_m1": lambda calls: "\n".join(["<tool_calls>", *map(_object, calls), "</tool_calls>"]),
+    "cohere_command": _cohere_command,
+    "phi4_mini_json": lambda calls: f"<|tool_call|>[{', '.join(map(_object, calls))}]<|/tool_call|>",
+    "lfm2": lambda calls: f"<|tool_call_start|>{_pythonic(calls)}<|tool_call_end|>",
+    "olmo3": lambda calls: (
+        f"<function_calls>{chr(10).join(_pythonic([call])[1:-1] for call in calls)}</function_calls>"
+    ),
+    "internlm": lambda calls: "".join(
+        f"<|action_start|><|plugin|>\n{_object(call, arguments='parameters')}<|action_end|>" for call in calls
+    ),
+    "longcat": lambda calls: "\n".join(f"<longcat_tool_call>\n{_object(call)}\n</longcat_tool_call>" for call in calls),
+    "xlam": lambda calls: f"[{', '.join(map(_object, calls))}]",
+    "granite_20b_fc": lambda calls: "\n".join(f"<function_call> {_object(call)}" for call in calls),
     "granite": lambda calls: f"<|tool_call|>[{', '.join(map(_object, calls))}]",
     "gemma4": lambda calls: "".join(
         f"<|tool_call>call:{name}{_gemma4_value(given)}<tool_call|>" for name, given in calls
@@ -167,12 +189,18 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     JSON_IN_TAGS: lambda calls: "\n".join(f"<use>{_object(call, 'tool', 'input')}</use>" for call in calls),
     NAME_THEN_JSON: lambda calls: "\n".join(f">>>{name}::{json.dumps(given)}<<<" for name, given in calls),
 }
-BARE = {"llama3_json", "pythonic"}  # calls stand at the start of an answer
+BARE = {"llama3_json", "pythonic", "xlam"}  # calls stand at the start of an answer
 REASONINGS = {
     "deepseek_r1": "<think>\n{}\n</think>\n\n",
     "qwen3": "<think>\n{}\n</think>\n\n",
     "mistral": "[THINK]{}[/THINK]",
     "granite": "Here is my thought process:\n{}\nHere is my response:\n",
+    "seed_oss": "<seed:think>{}</seed:think>",
+    "cohere_command": "<|START_THINKING|>{}<|END_THINKING|><|START_RESPONSE|>",
+    "ernie45": "<think>\n{}\n</think>\n\n<response>\n",
+    "hunyuan_a13b": "<think>\n{}\n</think>\n<answer>\n",
+    "kimi_vl": "◁think▷{}◁/think▷",
+    "apertus": "<|inner_prefix|>{}<|inner_suffix|>",
     "gemma4": "<|channel>thought\n{}\n<channel|>",
     "harmony": "<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
 }

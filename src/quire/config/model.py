@@ -270,7 +270,7 @@ class ModelConfig:
     heads: Heads  # of layers without a window; for the others see `local_heads`
     rope: Rope
     norm_eps: float
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

@@ -32,12 +32,12 @@ from quire.runtime.layers.experts import (
 )
 from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads, TritonHeads
 from quire.runtime.layers.latent import LatentAttention, LatentProducts
+from quire.runtime.layers.layer_norm import USUAL_LAYER_NORM, LayerNorm, LayerNormKind
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
 from quire.runtime.layers.modules import (
     Embedding,
     HeadNorm,
-    LayerNorm,
     PositionEmbedding,
     ProjectionNorm,
     RMSNorm,
@@ -53,7 +53,7 @@ from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention
-from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored
+from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored, stored_for
 from quire.runtime.parallel.expert_sum import expert_sum
 from quire.runtime.parallel.ranks import ALONE, Ranks
 
@@ -164,19 +164,20 @@ class LayerBuilder:
         """Build a linear layer with a bias that is whole on every rank and never quantized."""
         return Linear(inputs, {name: outputs}, True, self._table_product, self.placement)
 
-    def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int) -> Linear:
+    def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int, *, bias: bool = False) -> Linear:
         """Build a convolution over non-overlapping patches, as one gemm per patch. Never quantized."""
         inputs, stored = math.prod(kernel), Stored(kernel=kernel)
-        return Linear(inputs, {name: outputs}, False, self._table_product, self.placement, stored)
+        return Linear(inputs, {name: outputs}, bias, self._table_product, self.placement, stored)
 
     def qkv_linear(
-        self, inputs: int, heads: Heads, *, bias: bool, names: Names = QKV, keys_are_values: bool = False
-    ) -> Linear:
-        queries, keys = self._splits.query(heads), self._splits.kv(heads)
+        self, inputs: int, heads: Heads, *, bias: bool, names: Names = QKV, keys_are_values: bool = False,
+        rope: Rope | None = None,  # states whether checkpoints store rotated pairs side by side
+    ) -> Linear:  # fmt: skip
+        queries, keys, stored = self._splits.query(heads), self._splits.kv(heads), stored_for(rope, heads.dim)
         if keys_are_values:
             return KeysAsValues(inputs, queries, keys, bias, self._product, self.placement)
-        outputs = dict(zip(names, (queries, keys, keys), strict=True))
-        return Linear(inputs, outputs, bias, self._product, self.placement)
+        outputs, each = zip(names, (queries, keys, keys), strict=True), (stored, stored, SAME_LAYOUT)
+        return Linear(inputs, dict(outputs), bias, self._product, self.placement, dict(zip(names, each, strict=True)))
 
     def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
         """Build the layer for queries, keys, values and the logits of the output gate. Checkpoints store a head's gate
@@ -276,8 +277,8 @@ class LayerBuilder:
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)
 
-    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        return LayerNorm(name, size, eps, self._ops, self.placement)
+    def layer_norm(self, name: str, size: int, eps: float, kind: LayerNormKind = USUAL_LAYER_NORM) -> LayerNorm:
+        return LayerNorm(name, size, eps, self._ops, self.placement, kind)
 
     def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(name, size, eps, self._ops, self.placement, offset)
@@ -334,9 +335,8 @@ class LayerBuilder:
 
     def latent_products(self, config: ModelConfig) -> LatentProducts:
         assert config.latent is not None
-        return LatentProducts(
-            self._splits.query(config.heads, 1), config.latent, self._heads_product, self.placement
-        )  # fmt: skip
+        queries = self._splits.query(config.heads, 1)
+        return LatentProducts(queries, config.latent, self._heads_product, self.placement)
 
     def latent_attention(self, config: ModelConfig, layer: int) -> LatentAttention:
         latent, scale = config.latent, config.attention_scale

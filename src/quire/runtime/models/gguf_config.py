@@ -32,7 +32,10 @@ _KV_HEADS, _INNER = "attention.head_count_kv", "feed_forward_length"
 
 
 def read_windows(fields: Fields, every: int, usual: int | None = None) -> tuple[int | None, ...]:
-    """Return the window of each layer: every `every`-th layer has none. `usual`: the window if a file stores none."""
+    """Return the window of each layer: every `every`-th layer has none, unless a file lists which layers have one.
+    `usual`: the window if a file stores none."""
+    if isinstance(fields.raw(PATTERN), list):
+        return read_listed_windows(fields)
     window, every = fields.integer(WINDOW, usual, least=1), fields.integer(PATTERN, every, least=1)
     return tuple(None if (layer + 1) % every == 0 else window for layer in range(fields.integer("block_count")))
 

@@ -12,9 +12,9 @@ from quire.runtime.models.hf_rope import read_rope
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"  # values of `layer_types`
 _OLD_KINDS = {"mamba": LINEAR, "attention": FULL}  # old values of `layer_types`
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 GATED = ("silu", "gelu", "gelu_tanh")  # activations of gated MLPs
-PLAIN = (*GATED, "relu")  # activations of plain MLPs
+PLAIN = (*GATED, "relu", "relu2")  # activations of plain MLPs
 MOST_EXPERTS = 1_024
 _ACTIVATIONS = {
     "silu": "silu",
@@ -24,6 +24,7 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -50,7 +51,7 @@ def read_decoder(
         "heads": fields.pop("heads", None) or read_heads(config, num_kv_heads, head_dim),
         "rope": fields.pop("rope", None) or read_rope(config, max_position),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "activation": read_activation(config, GATED),
+        "activation": fields.pop("activation", None) or read_activation(config, GATED),
         "tie_word_embeddings": config.flag("tie_word_embeddings", False),
     }
     return ModelConfig(**(numbers | fields))

@@ -86,6 +86,18 @@ CALLS = [
      "</tool_calls:opensource>")),
     ("minicpm5", ('<function name="weather"><param name="city">a</param></function>\n<function name="time">'
      "</function>")),
+    ("hunyuan_a13b", '<tool_calls>[{"name": "time", "arguments": {}}]</tool_calls>'),
+    ("minimax_m1", ('<tool_calls>\n{"name": "time", "arguments": {}}\n{"name": "weather", "arguments": {"city": "a"}}\n'
+     "</tool_calls>")),
+    ("cohere_command", ('<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "time", "parameters": {}},\n    '
+     '{"tool_call_id": "1", "tool_name": "weather", "parameters": {"city": "a"}}\n]<|END_ACTION|>')),
+    ("phi4_mini_json", 'functools[{"name": "time", "arguments": {}}]'),
+    ("lfm2", '<|tool_call_start|>[weather(city="a", days=2), time()]<|tool_call_end|>'),
+    ("olmo3", '<function_calls>weather(city="a")\ntime()</function_calls>'),
+    ("internlm", '<|action_start|><|plugin|>\n{"name": "weather", "parameters": {"city": "a"}}<|action_end|>'),
+    ("longcat", '<longcat_tool_call>\n{"name": "time", "arguments": {}}\n</longcat_tool_call>'),
+    ("xlam", '[{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city": "a"}}]'),
+    ("granite_20b_fc", "\n".join(['<function_call> {"name": "time", "arguments": {}}'] * 2)),
     ("granite", '<|tool_call|>[{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city": "a"}}]'),
     ("gemma4", ('<|tool_call>call:weather{city:<|"|>an "x" \n<b><|"|>,days:2}<tool_call|>'
      "<|tool_call>call:time{}<tool_call|>")),
@@ -161,6 +173,9 @@ THINKING = {
     "deepseek_r1": ("<think>", "x</think>"),
     "mistral": ("[THINK]", "x[/THINK]"),
     "granite": ("Here is my thought process:", " x Here is my response: "),
+    "seed_oss": ("<seed:think>", "x</seed:think>"),
+    "cohere_command": ("<|START_THINKING|>", "x<|END_THINKING|>"),
+    "kimi_vl": ("◁think▷", "x◁/think▷"),
     "gemma4": ("<|channel>thought\n", "a < b\n<channel|>"),
     "harmony": ("<|channel|>analysis<|message|>", "x<|end|><|start|>assistant"),
 }

@@ -13,6 +13,7 @@ from quire.serving.text.lark import LarkGrammar
 from quire.serving.text.parts import CallArguments, CallBegun, PartReader, Said
 from quire.serving.text.tool_calls.call_object import CallKeys
 from quire.serving.text.tool_calls.call_reader import CallReader, Reading
+from quire.serving.text.tool_calls.marked_json import ObjectReader
 from quire.serving.text.tool_calls.shape import CallShape, Function, arguments_rule, write_object
 from quire.types.errors import InvalidRequest
 
@@ -70,6 +71,8 @@ class DerivedForm:
 
         class Reader(DerivedReader):
             marks = (form.start,)
+            end = form.end
+            keys = CallKeys(form.name_key, (form.arguments_key,))
             _form = form
 
         return Reader
@@ -177,33 +180,20 @@ def _shared_prefix(first: str, second: str) -> int:
     return count
 
 
-class DerivedReader(CallReader):
+class DerivedReader(ObjectReader):
     """Reads calls of a derived form, with any white space around its marks."""
 
     _form: DerivedForm
 
-    def _read_calls(self, mark: str) -> Reading[bool]:  # noqa: ARG002
-        form = self._form
-        if form.name_key:
-            keys = CallKeys(form.name_key, (form.arguments_key,))
-            if not (yield from self._read_list(keys)):
-                return False
-            yield from self._read_further(keys)
-        elif not (yield from self._read_named(form.middle.strip())):
+    def _read_calls(self, mark: str) -> Reading[bool]:
+        if self._form.name_key:
+            return (yield from super()._read_calls(mark))
+        if not (yield from self._read_named(self._form.middle.strip())):
             return False
-        if form.end:
+        if self.end:
             yield from self._skip_space()
-            yield from self._accept(form.end)
+            yield from self._accept(self.end)
         return True
-
-    def _read_further(self, keys: CallKeys) -> Reading[None]:
-        """Read more objects before the end mark: some models write one per line."""
-        self._taken = []
-        while self._form.end:
-            yield from self._skip_space()
-            if self._buffer[0] not in "{[" or not (yield from self._read_list(keys)):
-                return
-            self._taken = []
 
     def _read_named(self, middle: str) -> Reading[bool]:
         yield from self._skip_space()

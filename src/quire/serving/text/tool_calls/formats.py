@@ -16,6 +16,7 @@ from quire.serving.text.tool_calls import (
     harmony,
     hermes,
     llama3_json,
+    marked_json,
     mistral,
     pythonic,
 )
@@ -71,6 +72,7 @@ def _fixed(shape: CallShape) -> Callable[[Mapping[str, int]], CallShape]:
     return lambda _: shape
 
 
+_LFM2, _OLMO3, _PHI4 = pythonic.Lfm2Reader, pythonic.Olmo3Reader, marked_json.Phi4Reader
 _FORMATS = {
     form.name: form
     for form in (
@@ -88,6 +90,14 @@ _FORMATS = {
         ToolFormat("granite", (granite.MARK, hermes.START, hermes.END), granite.GraniteReader, _fixed(granite.SHAPE)),
         ToolFormat("gemma4", gemma4.MARKS, gemma4.Gemma4Reader, _fixed(gemma4.SHAPE)),
         ToolFormat(HARMONY, harmony.MARKS, harmony.HarmonyReader, _fixed(harmony.SHAPE)),
+        ToolFormat("lfm2", (*_LFM2.marks, _LFM2.end), _LFM2, _fixed(pythonic.LFM2_SHAPE)),
+        ToolFormat("olmo3", (*_OLMO3.marks, _OLMO3.end), _OLMO3, _fixed(pythonic.OLMO3_SHAPE)),
+        ToolFormat("phi4_mini_json", (*_PHI4.marks, _PHI4.end), _PHI4, _fixed(marked_json.PHI4_SHAPE)),
+        ToolFormat("xlam", (llama3_json.MARK,), llama3_json.Llama3Reader, _fixed(marked_json.XLAM_SHAPE), is_bare=True),
+        *(
+            ToolFormat(name, form.tokens, form.reader_class(), _fixed(form.shape))
+            for name, form in marked_json.JSON_FORMS.items()
+        ),
         *(ToolFormat(name, tags.tokens, tag_reader(tags), _fixed(tags.shape)) for name, tags in TAGGED.items()),
     )
 }
@@ -116,7 +126,7 @@ def tool_format(
         return _FORMATS[parser]
     if template is None or not reads_tools:
         return _FORMATS["hermes"]
-    name = _known_in(template)
+    name = known_in(template)
     written = None if render is None else derived.written_calls(render)
     if written is None or name == HARMONY:  # harmony answers begin in the middle of a message
         return None if name is None else _FORMATS[name]
@@ -130,7 +140,7 @@ def tool_format(
     return None
 
 
-def _known_in(template: str) -> str | None:
+def known_in(template: str) -> str | None:
     """Return the name of the format whose marks are in a template, or None."""
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return HARMONY
@@ -149,6 +159,14 @@ _IN_TEMPLATES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("step3", (TAGGED["step3"].start,)),
     ("seed_oss", (TAGGED["seed_oss"].start,)),
     ("minimax_m2", (TAGGED["minimax_m2"].start,)),
+    ("lfm2", _LFM2.marks),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("lfm2", ('"List of tools: ["',)),
+    ("olmo3", _OLMO3.marks),
+    ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
+    ("phi4_mini_json", (marked_json.FUNCTOOLS,)),
+    ("minimax_m1", ("<tool_calls>\\n", "<beginning_of_sentence>")),
+    *((name, (form.start,)) for name, form in marked_json.JSON_FORMS.items() if name != "minimax_m1"),
     ("glm47", (hermes.START, f"</arg_key>{VALUE}")),
     ("glm45", (hermes.START, ARGUMENT)),
     ("qwen3_coder", (hermes.START, FUNCTION)),

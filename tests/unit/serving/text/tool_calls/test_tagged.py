@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
+from quire.config.server import (
+    OTHER_REASONING_PARSERS,
+    OTHER_TOOL_PARSERS,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+)
+from quire.serving.cli import _parser
 from quire.serving.text.chat_template import ChatTemplate
 from quire.serving.text.parts import CallBegun
+from quire.serving.text.reasoning import reasoning_format_named
 from quire.serving.text.tool_calls.derived import PROBE_TOOLS
 from quire.serving.text.tool_calls.formats import tool_format, tool_format_named
 from split_text import Joined, all_cuts, read
@@ -92,6 +100,24 @@ def test_a_value_that_is_never_closed_is_not_read_twice() -> None:
         assert len(reader._buffer) < 32
 
 
+def test_names_of_other_servers_mean_formats_that_exist() -> None:
+    for name, ours in OTHER_TOOL_PARSERS.items():
+        assert name not in TOOL_PARSERS
+        assert tool_format_named(ours).name == ours
+    for name, ours in OTHER_REASONING_PARSERS.items():
+        assert name not in REASONING_PARSERS
+        assert reasoning_format_named(ours).name == ours
+
+
+def test_every_format_can_be_chosen_by_name() -> None:
+    for name in TOOL_PARSERS[1:]:
+        assert tool_format_named(name).name == name
+    for name in REASONING_PARSERS[2:]:
+        assert reasoning_format_named(name).name == name
+    parsed = _parser().parse_args(["serve", "m", "--tool-call-parser", "openai", "--reasoning-parser", "glm45"])
+    assert (parsed.tool_call_parser, parsed.reasoning_parser) == ("harmony", "qwen3")
+
+
 CLOSES_REASONING = (
     "{{ tools }}{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}</think>{% for c in m.tool_calls %}"
     "<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>"
@@ -104,3 +130,37 @@ def test_a_template_that_closes_the_reasoning_before_calls_only_is_understood() 
     form = tool_format("auto", CLOSES_REASONING, reads_tools=True, render=render)
     assert form is not None
     assert form.name == "glm47"
+
+
+KIMIS = (
+    "{% for m in messages %}{{ m.tool_call_id }}{% for c in m.tool_calls or [] %}<|tool_call_begin|>{{ c['id'] }}"
+    "<|tool_call_argument_begin|>{% endfor %};{% endfor %}"
+)
+LFM2 = "<|tool_list_start|>{{ tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def call(name: str, call_id: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_calls_from_elsewhere_get_ids_of_kimis_form() -> None:
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "tool_calls": [call("f", "call_1"), call("g", "functions.g:1")]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "1"},
+        {"role": "tool", "tool_call_id": "functions.g:1", "content": "2"},
+        {"role": "assistant", "tool_calls": [call("f", "call_2")]},
+    ]
+    head = "<|tool_call_begin|>{}<|tool_call_argument_begin|>".format
+    expected = f";{head('functions.f:0')}{head('functions.g:1')};functions.f:0;functions.g:1;{head('functions.f:2')};"
+    assert ChatTemplate(KIMIS).render(messages, add_generation_prompt=False) == expected
+
+
+def test_calls_are_written_in_the_models_format_where_its_template_writes_none() -> None:
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "ok", "tool_calls": [call("f", "c", q="it's", n=[1, None, True])]},
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+    ]
+    written = ChatTemplate(LFM2).render(messages, tools=[], add_generation_prompt=False)
+    assert '<assistant>ok<|tool_call_start|>[f(q="it\'s", n=[1, None, True])]<|tool_call_end|><tool>1' in written
