@@ -198,6 +198,8 @@ def test_so_it_is_when_requests_are_preempted(
 
 def test_so_it_is_by_the_kernels_of_a_gpu(case: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    if case.name != "qwen3_next" and DEVICE == "cpu":
+        pytest.skip("slow in the interpreter, where the matrix runs its kernels")
     made, knowing = drafting_engine(case, 3, monkeypatch, attention="triton", rows=2, max_len=48, block_size=4)
     check_drafts(case, made, knowing, (5,), 6)
 
