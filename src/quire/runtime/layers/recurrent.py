@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.config.model import Recurrent
+from quire.config.recurrent import Recurrent
 from quire.runtime.layers.convolution import Convolution, ShortConvolution
 from quire.runtime.layers.delta import DeltaRule, GatedDeltaNet, ungrouped_rows
 from quire.runtime.layers.experts import Router

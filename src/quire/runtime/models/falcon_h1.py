@@ -8,7 +8,8 @@ from dataclasses import replace
 from torch import nn
 
 from quire.config.fields import Fields
-from quire.config.model import Mamba, ModelConfig
+from quire.config.model import ModelConfig
+from quire.config.recurrent import Mamba
 from quire.kernels.clamp import Clamp
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.models.decoder import Decoder

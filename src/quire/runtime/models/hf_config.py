@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 from quire.config.fields import Fields
-from quire.config.model import Encoder, Experts, Heads, ModelConfig, Recurrent, Rope
+from quire.config.model import Encoder, Experts, Heads, ModelConfig, Rope
+from quire.config.recurrent import Recurrent
 from quire.runtime.models.hf_rope import read_rope
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"  # values of `layer_types`

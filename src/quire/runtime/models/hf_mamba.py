@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from quire.config.fields import Fields
-from quire.config.model import Mamba, Recurrent
+from quire.config.recurrent import Mamba, Recurrent
 from quire.runtime.models.hf_config import check_recurrent, refuse_other
 
 _KEYS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")

@@ -8,7 +8,8 @@ from dataclasses import replace
 from torch import nn
 
 from quire.config.fields import Fields
-from quire.config.model import Experts, Mamba, ModelConfig
+from quire.config.model import Experts, ModelConfig
+from quire.config.recurrent import Mamba
 from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import GATED, LayerBuilder
 from quire.runtime.layers.mlp import GatedMLP
