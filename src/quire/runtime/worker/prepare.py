@@ -73,19 +73,14 @@ def prepare(
     begin, free = time.monotonic(), _free_bytes(batches.device)
     shapes, (first, *others) = batches.usual_shapes(), graphs.buckets
     by_use = sorted(shapes, key=lambda shape: (shape.adapters, -shape.tokens))  # a burst of requests needs the largest
-
-    def rehearse_first() -> None:
+    with compiling_only(wait=False, soon=True) as first_kernels:
         for shape in shapes[:1]:
             forward.rehearse(batches.blank(shape))
         forward.rehearse(batches.blank_large(first))
-
-    with compiling_only(wait=False):
-        rehearse_first()
-    compilations = _compile_usual(batches, forward, graphs, by_use, short)
-    graphs.trace_row()  # compiles its kernel while the others compile in the background
-    with compiling_only():
-        rehearse_first()
+        graphs.trace_row()  # compiles its kernel while the others compile
         graphs.rehearse(DecodeKind(first))
+    compilations = _compile_usual(batches, forward, graphs, by_use, short)
+    first_kernels.wait()
     graphs.capture(first)
     deadline = max(begin + seconds, time.monotonic() + min(seconds, LEAST_CAPTURING))
     tasks: list[Task] = []
@@ -121,7 +116,7 @@ def _compile_usual(
     them. Returns the compilations for shared prefixes, which are the last."""
     buckets = graphs.buckets
     with compiling_only(wait=False):
-        graphs.rehearse(DecodeKind(buckets[-1], top_k_top_p=True))  # its kernel takes the longest by far
+        graphs.rehearse(DecodeKind(buckets[-1], top_k_top_p=True))  # its kernel takes longest by far
         if short is not None:
             for bucket in short.buckets:
                 short.rehearse(ShortKind(bucket))
