@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 # In Triton's interpreter, families whose layers run by kernels that another one has too: the table runs them, and the
 # suite with QUIRE_TEST_WHOLE or on a GPU.
 SAME_KERNELS = {
+    "bamba": "granitemoehybrid",
+    "lfm2": "lfm2_moe",
     "arcee": "nemotron",
     "cohere": "cohere2",
     "deepseek_v2": "deepseek_v3",

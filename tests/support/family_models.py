@@ -31,6 +31,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24,
     "moe_intermediate_size": 32,
@@ -101,6 +102,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoe": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoeshared": {
         **GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+    },
+    "granitemoehybrid": {
+        **GRANITE, **MAMBA, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
+    },
+    "bamba": {**MAMBA, "attn_layer_indices": [1], "pad_token_id": 0},
+    "falcon_h1": {
+        **MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.8, 0.6], "key_multiplier": 0.7, "attention_out_multiplier": 0.9,
+        "attention_in_multiplier": 1.2, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.4, "pad_token_id": 0,
     },
     "lfm2": {
         "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32, "conv_bias": True,
@@ -186,6 +198,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Further models of a family, whose name comes before the dash.
 VARIANTS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid-dense": {  # like Granite 4.0 H 1B: no experts
+        **GRANITE, **MAMBA, "layer_types": ["mamba", "mamba", "attention"], "mamba_n_groups": 1,
+        "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope",
+    },
     "stablelm-parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.25},
     "gemma4_text-moe": {  # like 26B-A4B and 31B: heads twice as large, but fewer; keys are values
         "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 4, "num_global_key_value_heads": 1,

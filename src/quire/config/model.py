@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.config.kv_cache import KVCacheSpec
+from quire.config.recurrent import Recurrent
 from quire.config.vision import Vision
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -124,45 +126,6 @@ class Encoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrent:
-    """Recurrent layers, which keep a state of fixed size instead of keys and values. Their inputs pass a causal
-    convolution over `width` tokens, whose last `width` - 1 inputs are part of the state.
-
-    A gated delta net ("delta") convolves queries, keys and values. A "convolution" is nothing else: it has one key head
-    of no elements, and a value head of one element for each channel.
-    """
-
-    key_heads: int
-    value_heads: int  # a multiple of key_heads; several value heads share a key head
-    key_dim: int
-    value_dim: int
-    width: int  # tokens in the convolution
-    layers: tuple[int, ...]  # the recurrent layers; all others are attention layers
-    joined: bool = False  # checkpoints store the input projections interleaved by key head, in two matrices
-    kind: Literal["delta", "convolution"] = "delta"
-    has_bias: bool = False  # of the convolution; of a "convolution" layer: of its projections too
-
-    @property
-    def key_size(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_size(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Convolved elements per token: query, key and value heads."""
-        return 2 * self.key_size + self.value_size
-
-    @property
-    def state_numbers(self) -> int:
-        """float32 elements of the state of one layer: a matrix per value head, then the last inputs of the
-        convolution."""
-        return self.value_size * self.key_dim + (self.width - 1) * self.channels
-
-
-@dataclass(frozen=True, slots=True)
 class EagleHead:
     """The options that only EAGLE-3 heads have: one layer that drafts tokens from hidden states of its target model."""
 
@@ -257,6 +220,8 @@ class ModelConfig:
     latent: Latent | None = None  # latent attention; `heads` then attend to the latents
     encoder: Encoder | None = None  # None: a decoder
     recurrent: Recurrent | None = None  # None: all layers are attention layers
+    mlp_layers: tuple[int, ...] = ()  # layers that are an MLP or a mixture of experts and nothing else
+    mlp_factors: tuple[float, float] | None = None  # on the gates of MLPs before the activation, and on their outputs
     vision: Vision | None = None  # None: the model takes no images
     num_labels: int = 0  # labels of a decoder that classifies texts by their last token; 0: it generates
     eagle: EagleHead | None = None  # set for an EAGLE head; None: a complete model
@@ -315,12 +280,15 @@ class ModelConfig:
     def kv_specs(self) -> tuple[KVCacheSpec, ...]:
         """What each layer of the stage keeps for later tokens. Layers that read another layer's keys and values are
         left out."""
-        return tuple(self._spec_of(layer) for layer in self.layers if self.kv_layer_of(layer) == layer)
+        return tuple(spec for layer in self.layers for spec in self._specs_of(layer))
 
-    def _spec_of(self, layer: int) -> KVCacheSpec:
-        if self.is_recurrent(layer):
-            assert self.recurrent is not None
-            return KVCacheSpec("state", state_bytes=self.recurrent.state_numbers * DTYPE_BYTES["float32"])
+    def _specs_of(self, layer: int) -> Iterator[KVCacheSpec]:
+        if self.recurrent is not None and self.is_recurrent(layer):
+            yield KVCacheSpec("state", state_bytes=self.recurrent.state_numbers * DTYPE_BYTES["float32"])
+        if self.attends(layer) and self.kv_layer_of(layer) == layer:
+            yield self._attention_spec(layer)
+
+    def _attention_spec(self, layer: int) -> KVCacheSpec:
         heads, window = self.heads_of(layer), self.window_of(layer)
         numbers, unit = heads.sides * heads.kv_size, heads.sides * heads.dim
         if self.latent is not None:
@@ -330,11 +298,16 @@ class ModelConfig:
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and layer in self.recurrent.layers
 
+    def attends(self, layer: int) -> bool:
+        beside = self.recurrent is not None and self.recurrent.beside_attention
+        return layer not in self.mlp_layers and (beside or not self.is_recurrent(layer))
+
     def place_of(self, layer: int) -> int:
         """Return the index of a layer among the layers of its stage that keep the same kind of thing: states, or
         entries per token."""
-        kind, first = self.is_recurrent(layer), self.layers.start
-        return sum(self.is_recurrent(one) == kind and self.kv_layer_of(one) == one for one in range(first, layer))
+        kind, others = self.is_recurrent(layer), range(self.layers.start, layer)
+        keeps = (one for one in others if self.kv_layer_of(one) == one and one not in self.mlp_layers)
+        return sum(self.is_recurrent(one) == kind for one in keeps)
 
     @property
     def layer_weights(self) -> tuple[int, int]:
