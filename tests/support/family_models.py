@@ -108,6 +108,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
     },
     "bamba": {**MAMBA, "attn_layer_indices": [1], "pad_token_id": 0},
+    "nemotron_h": {
+        "num_hidden_layers": ..., "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 2, "hybrid_override_pattern": "M*-M", "time_step_min": 1e-9, "pad_token_id": 0,
+    },
     "falcon_h1": {
         **MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
         "mlp_multipliers": [0.8, 0.6], "key_multiplier": 0.7, "attention_out_multiplier": 0.9,

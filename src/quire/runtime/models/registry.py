@@ -60,6 +60,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
     "granitemoehybrid": Entry("mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",)),
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
+    "nemotron_h": Entry("nemotron_h", "NEMOTRON_H", ("NemotronHForCausalLM",)),
     "falcon_h1": Entry("falcon_h1", "FALCON_H1", ("FalconH1ForCausalLM",)),
     "lfm2": Entry("lfm2", "LFM2", ("Lfm2ForCausalLM",), in_gguf=True),
     "lfm2_moe": Entry("lfm2", "LFM2_MOE", ("Lfm2MoeForCausalLM",), in_gguf=True, gguf_name="lfm2moe"),
