@@ -60,6 +60,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v32": {**LATENT, **SIGMOIDS, **INDEXER, "q_lora_rank": 24, "first_k_dense_replace": 1},
     "ernie4_5": {"head_dim": 16, "use_bias": True, "pad_token_id": 0},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 1, "pad_token_id": 0,
+    },
     "exaone4": {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2},
     "dots1": {
         **SIGMOIDS, "head_dim": 16, "first_k_dense_replace": 1, "sliding_window": 9, "max_window_layers": 2,
@@ -125,6 +128,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "helium": {"head_dim": 16, "pad_token_id": 0},
     "llama": {},
+    "llama4_text": {
+        "head_dim": 16, "intermediate_size_mlp": 96, "intermediate_size": 32, "num_local_experts": 4,
+        "no_rope_layers": [1, 0, 1], "moe_layers": [1, 2], "attention_chunk_size": 128, "floor_scale": 128,
+    },
     "ministral": {
         "sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_hidden_layers": 4,

@@ -111,6 +111,10 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         gguf_name="deepseek2",
         gguf_sigmoids=True,
     ),
+    "llama4_text": Entry("llama4", "LLAMA4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")),
+    "ernie4_5_moe": Entry(
+        "ernie_moe", "ERNIE4_5_MOE", ("Ernie4_5_MoeForCausalLM",), in_gguf=True, gguf_name="ernie4_5-moe"
+    ),
     "deepseek_v32": Entry("latent_mixture", "DEEPSEEK_V32", ("DeepseekV32ForCausalLM",)),
     "glm4_moe_lite": Entry("latent_mixture", "GLM4_MOE_LITE", ("Glm4MoeLiteForCausalLM",)),
     "glm_moe_dsa": Entry("latent_mixture", "GLM_MOE_DSA", ("GlmMoeDsaForCausalLM",)),
