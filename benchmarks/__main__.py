@@ -77,6 +77,7 @@ GPU_BENCHMARKS: dict[str, str] = {
     "quantized_models": "writes checkpoints of other tools' formats, for the perplexity table",
     "perplexity": "what every kind of quantization costs in perplexity and saves in memory",
     "gpu": "tokens/s of every kind of load, a burst of 1,500 requests among them; --full-cache: in a full cache too",
+    "gpu.first_round": "first rounds after a start with empty compiler caches beside second ones, and where time goes",
     "gpu.serve": "the server's throughput and latency",
     "gpu.structured": "what requests under a grammar cost themselves and others: none, one or all of 256",
     "gpu.adapters": "a decode step with LoRA adapters beside one without, any device",

@@ -143,6 +143,10 @@ class TritonAttention:
         self.memory.uploader.upload_into(plan.numbers, lay_out_groups(plan, groups))
         share_out_groups(plan)
 
+    def rehearse_groups(self) -> None:
+        """Launch the kernel of `set_groups` for the groups that are set. It changes nothing."""
+        share_out_groups(self.memory.cascade)
+
     def num_tiles(self, spans: Spans) -> int:
         """Return how many tiles these chunks take."""
         group, block_m = self._heads.num_query // self._heads.num_kv, self._prefill.block_m
