@@ -140,6 +140,15 @@ def _changed(at, change_ptr, place, inside):
     return x
 
 
+@triton.jit
+def _rotated(first, second, angle, place, turned):
+    """Rotate pairs [H, HALF] by the `turned` angles at this pointer: cos, then sin; other pairs stay."""
+    cos = tl.load(angle, mask=place < turned, other=1.0).to(tl.float32)[None, :]
+    sin = tl.load(angle + turned, mask=place < turned, other=0.0).to(tl.float32)[None, :]
+    wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
+    return (wide_1 * cos - wide_2 * sin).to(first.dtype), (wide_2 * cos + wide_1 * sin).to(first.dtype)
+
+
 # One program per (token, group of HEADS heads). LATER: leave keys and values in qkv for store_int4.
 @triton.jit
 def _rotary_kernel(
@@ -174,11 +183,7 @@ def _rotary_kernel(
             if NORMS_VALUES:
                 raw_first, raw_second = first, second
         angle = table_ptr + tl.load(angle_ptr + token).to(tl.int64) * 2 * turned + place
-        cos = tl.load(angle, mask=place < turned, other=1.0).to(tl.float32)[None, :]
-        sin = tl.load(angle + turned, mask=place < turned, other=0.0).to(tl.float32)[None, :]
-        wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
-        turned_1 = (wide_1 * cos - wide_2 * sin).to(first.dtype)
-        turned_2 = (wide_2 * cos + wide_1 * sin).to(first.dtype)
+        turned_1, turned_2 = _rotated(first, second, angle, place, turned)
         if NORM_IS_LAST:
             turned_1, turned_2 = _normed(
                 turned_1, turned_2, head, query_norm_ptr, key_norm_ptr, eps, half, columns, partners, place < half,
