@@ -160,9 +160,8 @@ def _rotary_kernel(
     NORM_IS_LAST: tl.constexpr, PARTIAL: tl.constexpr, FLOAT8_CACHE: tl.constexpr, LATER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    token, place = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    place = tl.arange(0, HALF)
     await_inputs(DEPENDENT)
     row = tl.load(row_ptr + token).to(tl.int64)
     if row >= 0:
@@ -190,8 +189,7 @@ def _rotary_kernel(
                 QUERIES, KEYS,
             )  # fmt: skip
 
-        is_query = inside & (head < QUERIES)[:, None]
-        to = query_ptr + token * query_stride + head[:, None] * dim
+        is_query, to = inside & (head < QUERIES)[:, None], query_ptr + token * query_stride + head[:, None] * dim
         tl.store(to + column, turned_1, mask=is_query)
         tl.store(to + partner, turned_2, mask=is_query)
 
