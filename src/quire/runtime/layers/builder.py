@@ -244,7 +244,8 @@ class LayerBuilder:
             shared_mlp = self.gated_mlp(hidden, size, activation, bias=False, names=shared, reduces=False)
         if settings.shared_has_gate:
             shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self.placement)
-        bias = ScoreBias(settings.num, self.placement) if settings.by_sigmoid else None
+        is_row = settings.biased_softmax
+        bias = ScoreBias(settings.num, self.placement, is_row=is_row) if settings.has_score_bias else None
         return MoEMLP(gate, experts, settings, shared_mlp, shared_gate, bias)
 
     def side_experts(self, config: ModelConfig) -> SideExperts:

@@ -102,6 +102,11 @@ class HeadNorm(WeightLayer):
         assert self._scales is not None, "finish() was not called"
         return self._scales
 
+    def drop_weights(self) -> None:
+        """Norm without weights: checkpoints store none."""
+        self.parts = ()
+        self.weight.data.fill_(1.0)
+
     def load(self, part: str, tensor: Tensor) -> None:
         super().load(part, tensor if self._offset == 0.0 else tensor.float() + self._offset)
 

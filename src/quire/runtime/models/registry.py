@@ -60,6 +60,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
     "granitemoehybrid": Entry("mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",)),
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
+    "nemotron_h": Entry("nemotron_h", "NEMOTRON_H", ("NemotronHForCausalLM",)),
     "falcon_h1": Entry("falcon_h1", "FALCON_H1", ("FalconH1ForCausalLM",)),
     "lfm2": Entry("lfm2", "LFM2", ("Lfm2ForCausalLM",), in_gguf=True),
     "lfm2_moe": Entry("lfm2", "LFM2_MOE", ("Lfm2MoeForCausalLM",), in_gguf=True, gguf_name="lfm2moe"),
@@ -109,6 +110,10 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         in_gguf=True,
         gguf_name="deepseek2",
         gguf_sigmoids=True,
+    ),
+    "llama4_text": Entry("llama4", "LLAMA4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")),
+    "ernie4_5_moe": Entry(
+        "ernie_moe", "ERNIE4_5_MOE", ("Ernie4_5_MoeForCausalLM",), in_gguf=True, gguf_name="ernie4_5-moe"
     ),
     "deepseek_v32": Entry("latent_mixture", "DEEPSEEK_V32", ("DeepseekV32ForCausalLM",)),
     "glm4_moe_lite": Entry("latent_mixture", "GLM4_MOE_LITE", ("Glm4MoeLiteForCausalLM",)),
