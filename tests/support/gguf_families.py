@@ -340,6 +340,13 @@ LAYOUTS: dict[str, Layout] = {
     "olmo": Layout("olmo", lambda config: {**llama_settings(config), "attention.layer_norm_epsilon": 1e-5}, in_pairs),
     "stablelm": Layout("stablelm", stablelm_settings),
     "stablelm-parallel": Layout("stablelm", stablelm_settings, changes={"use_parallel_residual": True}),
+    "hunyuan_v1_dense": Layout(
+        "hunyuan-dense",
+        lambda config: {
+            **decoder_settings(config), **whole_heads(config), "rope.scaling.type": "none", "rope.scaling.factor": 1.0,
+            "rope.scaling.original_context_length": 512,
+        },
+    ),
     "glm4": Layout("glm4", glm_settings),
     "cohere": Layout("command-r", cohere_settings),
     "cohere2": Layout("cohere2", cohere2_settings, changes={"sliding_window_pattern": 4, "num_hidden_layers": 5}),
