@@ -108,6 +108,7 @@ NEMOTRON_H = GgufFamily(
     rearrange=partial(rearrange, path="mixer"),
 )  # fmt: skip
 FALCON_H1 = GgufFamily(
-    inner=GGUF_INNER | _names("mamba") | {"ffn_norm.": "post_attention_layernorm.weight"}, settings=frozenset(_KEYS), read=read_falcon_h1,
+    inner=GGUF_INNER | _names("mamba") | {"ffn_norm.": "post_attention_layernorm.weight"},
+    settings=frozenset(_KEYS), read=read_falcon_h1,
     rearrange=partial(rearrange, path="mamba"),
 )  # fmt: skip
