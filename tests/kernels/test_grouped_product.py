@@ -8,20 +8,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.clamp import Clamp
-from quire.kernels.cuda.grouped_product import GroupedTile, boxes_of_weights, grouped_product, takes_stack
+from quire.kernels.cuda.grouped_product import GroupedTile, boxes_of_weights, hopper_grouped_product, takes_stack
 from quire.kernels.triton.compiling import compiling_only
 from quire.kernels.triton.grouped import Routing, Stack, combine, route
+from quire.kernels.triton.grouped_places import copy_to_places
 from triton_cases import DEVICE, rand
 
 BF16 = torch.bfloat16
 HOPPER = takes_stack(Stack(torch.zeros(1, 16, 8, dtype=BF16, device=DEVICE), None))
 on_hopper = pytest.mark.skipif(not HOPPER, reason="the kernel runs on Hopper GPUs")
 TILES = [GroupedTile(rows, height) for rows in (16, 24, 32, 48, 64, 96, 128, 192) for height in (1, 2)]
+SORTED = [GroupedTile(rows, 2, is_sorted=True) for rows in (64, 128, 192)]
 LARGEST_ERROR = {BF16: 4e-3, torch.float16: 8e-4}
 GPT_OSS = Clamp(7.0, 1.702, 1.0)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES + SORTED, ids=str)
 def test_tiles_fit_a_multiprocessor(tile: GroupedTile) -> None:
     assert tile.stages >= 4  # rows are handed over half of the stages later, and at least two before they are needed
     barriers = 2 * 8 * tile.stages + 16
@@ -48,7 +50,7 @@ def test_weights_that_are_not_on_a_hopper_gpu_are_refused() -> None:
     assert not takes_stack(stack)
     routing = _routing(torch.zeros(3, 4, device=DEVICE), 2, GroupedTile(16))
     with pytest.raises(ValueError, match="Hopper"):
-        grouped_product(torch.zeros(3, 16, dtype=BF16), stack, routing, GroupedTile(16), num_used=2)
+        hopper_grouped_product(torch.zeros(3, 16, dtype=BF16), stack, routing, GroupedTile(16), num_used=2)
 
 
 def _routing(logits: Tensor, used: int, tile: GroupedTile, **options: object) -> Routing:
@@ -93,14 +95,30 @@ def _compare(
     rows = outputs if activation is None else 2 * outputs
     routing = _routing(rand(tokens, num, seed=3), used, tile, **options)
     stack = _stack(len(routing.own), rows, inputs, dtype, has_bias=has_bias)
-    found = grouped_product(x, stack, routing, tile, num_used=used, activation=activation, clamp=clamp)
+    found = hopper_grouped_product(x, stack, routing, tile, num_used=used, activation=activation, clamp=clamp)
     wanted = _wanted(x, stack, routing, used, activation, clamp)
     chosen = routing.chosen.flatten()
     is_own = (chosen >= routing.own.start) & (chosen < routing.own.stop)
     difference = found.double()[is_own] - wanted[is_own]
     assert float(difference.norm()) <= LARGEST_ERROR[dtype] * float(wanted.norm())
-    again = grouped_product(x, stack, routing, tile, num_used=used, activation=activation, clamp=clamp)
+    if tile.is_sorted:
+        _compare_places(tile, x, stack, routing, wanted, used, activation, clamp)
+    again = hopper_grouped_product(x, stack, routing, tile, num_used=used, activation=activation, clamp=clamp)
     assert torch.equal(again[is_own], found[is_own])
+
+
+def _compare_places(
+    tile: GroupedTile, x: Tensor, stack: Stack, routing: Routing, wanted: Tensor, used: int, activation: str | None,
+    clamp: Clamp | None,
+) -> None:  # fmt: skip
+    """The product of sorted rows, with results in places, has at each place what its pair has."""
+    rows = copy_to_places(x, routing, used)
+    found = hopper_grouped_product(
+        rows, stack, routing, tile, num_used=1, activation=activation, clamp=clamp, from_places=True, to_places=True
+    )
+    is_real = (routing.tile_experts >= 0).repeat_interleave(tile.block_m) & (routing.places >= 0)
+    difference = found[is_real].double() - wanted[routing.places[is_real].long()]
+    assert float(difference.norm()) <= LARGEST_ERROR[x.dtype] * float(wanted.norm())
 
 
 SHAPES = [(1, 4, 2, 8, 8), (40, 8, 2, 200, 136), (333, 5, 3, 1000, 520), (96, 3, 1, 64, 1024), (700, 2, 2, 512, 256)]
@@ -118,6 +136,25 @@ def test_a_plain_product(tile: GroupedTile) -> None:
 def test_a_gated_product(tile: GroupedTile) -> None:
     for shape in SHAPES:
         _compare(tile, *shape, activation="silu")
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", SORTED, ids=str)
+def test_a_product_of_sorted_rows(tile: GroupedTile) -> None:
+    for shape in SHAPES:
+        _compare(tile, *shape)
+        _compare(tile, *shape, activation="silu", clamp=GPT_OSS, has_bias=True)
+
+
+@pytest.mark.parametrize(("tokens", "used", "size"), [(1, 2, 8), (9, 3, 40), (40, 2, 1100)])
+def test_rows_are_copied_to_their_places(tokens: int, used: int, size: int) -> None:
+    x, tile = rand(tokens, size), GroupedTile(16)
+    rows = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
+    rows[::4] = -1
+    routing = _routing(rand(tokens, 5, seed=3), used, tile, rows=rows)
+    is_real = (routing.tile_experts >= 0).repeat_interleave(tile.block_m) & (routing.places >= 0)
+    found = copy_to_places(x, routing, used)
+    assert torch.equal(found[is_real], x[routing.places[is_real].long() // used])
 
 
 @on_hopper
@@ -159,7 +196,7 @@ def test_what_is_no_number_stays_in_its_row() -> None:
     x, tile = rand(200, 136, dtype=BF16), GroupedTile(32)
     x[7, 3], x[100, 4] = float("nan"), float("inf")
     routing, stack = _routing(rand(200, 4, seed=3), 2, tile), _stack(4, 64, 136, BF16, has_bias=False)
-    found = grouped_product(x, stack, routing, tile, num_used=2).view(200, 2, 64)
+    found = hopper_grouped_product(x, stack, routing, tile, num_used=2).view(200, 2, 64)
     assert not bool(found[7].isfinite().any())
     assert not bool(found[100].isfinite().any())
     found[7], found[100] = 0.0, 0.0
@@ -173,8 +210,10 @@ def test_captured_launches_before_the_kernel_before_has_ended() -> None:
 
     def mix(x: Tensor) -> Tensor:
         routing = _routing(logits, 4, tile, dependent=True)
-        inner = grouped_product(x, gate_up, routing, tile, num_used=4, activation="silu", dependent=True)
-        return combine(grouped_product(inner, down, routing, tile, num_used=1, dependent=True), routing, dependent=True)
+        inner = hopper_grouped_product(x, gate_up, routing, tile, num_used=4, activation="silu", dependent=True)
+        return combine(
+            hopper_grouped_product(inner, down, routing, tile, num_used=1, dependent=True), routing, dependent=True
+        )
 
     wanted = mix(mix(x))
     given = torch.zeros_like(x)
@@ -192,7 +231,7 @@ def test_nothing_is_launched_while_kernels_are_compiled_only() -> None:
     tile, x, stack = GroupedTile(16), rand(4, 64, dtype=BF16), _stack(4, 64, 64, BF16, has_bias=False)
     routing = _routing(rand(4, 4, seed=3), 2, tile)
     with compiling_only():
-        assert grouped_product(x, stack, routing, tile, num_used=2).shape == (8, 64)
+        assert hopper_grouped_product(x, stack, routing, tile, num_used=2).shape == (8, 64)
 
 
 @on_hopper
@@ -200,10 +239,10 @@ def test_tensors_that_do_not_go_together_are_refused() -> None:
     tile, x, stack = GroupedTile(16), rand(4, 64, dtype=BF16), _stack(4, 64, 64, BF16, has_bias=False)
     routing = _routing(rand(4, 4, seed=3), 2, tile)
     with pytest.raises(ValueError, match="x is"):
-        grouped_product(x[:, :32], stack, routing, tile, num_used=2)
+        hopper_grouped_product(x[:, :32], stack, routing, tile, num_used=2)
     with pytest.raises(ValueError, match="tiles of block_m pairs"):
-        grouped_product(x, stack, routing, GroupedTile(32), num_used=2)
+        hopper_grouped_product(x, stack, routing, GroupedTile(32), num_used=2)
     with pytest.raises(ValueError, match="each of the routing's own"):
-        grouped_product(x, _stack(3, 64, 64, BF16, has_bias=False), routing, tile, num_used=2)
+        hopper_grouped_product(x, _stack(3, 64, 64, BF16, has_bias=False), routing, tile, num_used=2)
     assert not takes_stack(Stack(stack.numbers[:, :40], None))
     assert not takes_stack(Stack(stack.numbers, torch.ones(4, 64, device=DEVICE)))
