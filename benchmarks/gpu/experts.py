@@ -1,8 +1,9 @@
 """Times the products of a layer's experts in bfloat16: python -m benchmarks.gpu.experts --shapes gpt-oss-20b
 
 Gate and up with the gate, and down, each in a captured graph: by the Triton kernel, and by the kernel for Hopper GPUs
-with several tiles. Prints microseconds per layer. "floor": the time of the gemms, or of reading the weights of the
-experts that the tokens use, at the rates that `benchmarks.gpu` assumes, whichever is longer.
+with several tiles. Prints microseconds per layer. "library": dense gemms of all rows, as if there was one expert.
+"floor": the time of the gemms, or of reading the weights of the experts that the tokens use, at the rates that
+`benchmarks.gpu` assumes, whichever is longer.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from quire.kernels.triton.gauge import graph_us
 from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, choose_grouped_tilings, grouped_product, route
 
 CUDA = torch.device("cuda", 0)
-TOKENS = (1, 8, 64, 192, 512, 2048, 8192)
-TILES = ("16,2", "32,1", "32,2", "64,1", "64,2", "128,2", "192,2", "128,2,1", "192,2,1")
+TOKENS = (1, 8, 64, 192, 512, 1024, 2048, 8192)
+TILES = ("32,2", "64,1", "64,2", "96,2", "128,2", "128,2,1", "192,2,1")
+_MANY_TOKENS = 512  # from which one dense gemm is timed beside them
 _WRONG = 0.01  # relative difference between the kernels
 
 
@@ -79,6 +81,15 @@ class Layer:
         ways = {"from_places": tile.is_sorted}
         return up, partial(hopper_grouped_product, up(), self._down, routing, tile, num_used=1, **ways)
 
+    def library(self, tokens: int) -> list[float]:
+        """Return the microseconds of two dense gemms of as many rows as there are pairs, without gate or bias."""
+        times, pairs = [], tokens * self._shape.used
+        for stack in (self._gate_up, self._down):
+            weight = stack.numbers[0]
+            x = torch.randn(pairs, weight.shape[1], device=CUDA).bfloat16()
+            times.append(graph_us([partial(torch.mm, x, weight.t())]))
+        return times
+
     def floors(self, tokens: int, experts: int) -> tuple[float, float]:
         """Return the least microseconds of both products, where `experts` experts are used."""
         shape = self._shape
@@ -99,6 +110,11 @@ def measure(name: str, shape: Shape, tokens_of: list[int], given: list[GroupedTi
         floors, times = layer.floors(tokens, used), [graph_us([call]) for call in calls]
         head = f"{name} {tokens:5d} tokens, floor {floors[0]:7.1f} + {floors[1]:7.1f}"
         print(f"{head}  {'triton':>12} {times[0]:7.1f} + {times[1]:7.1f} = {sum(times):7.1f}", flush=True)
+        if tokens >= _MANY_TOKENS:
+            dense = layer.library(tokens)
+            print(
+                f"{'':{len(head)}}  {'library':>12} {dense[0]:7.1f} + {dense[1]:7.1f} = {sum(dense):7.1f} (one expert)"
+            )
         for tile in tiles:
             own = layer.hopper(x, logits, tile)
             error = relative_error(own[1](), wanted[1])

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.config.model import Experts
 from quire.kernels.clamp import Clamp
-from quire.kernels.cuda.grouped_product import GroupedTile, boxes_of_weights, hopper_grouped_product, takes_stack
+from quire.kernels.cuda import grouped_product as module
+from quire.kernels.cuda.grouped_product import (
+    GroupedTile,
+    boxes_of_weights,
+    choose_grouped_tile,
+    hopper_grouped_product,
+    takes_stack,
+)
 from quire.kernels.triton.compiling import compiling_only
-from quire.kernels.triton.grouped import Routing, Stack, combine, route
+from quire.kernels.triton.grouped import Routing, Stack, combine, most_tiles, route
 from quire.kernels.triton.grouped_places import copy_to_places
+from quire.runtime.layers.stacked_experts import StackedExperts
 from triton_cases import DEVICE, rand
 
 BF16 = torch.bfloat16
@@ -121,7 +132,7 @@ def _compare_places(
     assert float(difference.norm()) <= LARGEST_ERROR[x.dtype] * float(wanted.norm())
 
 
-SHAPES = [(1, 4, 2, 8, 8), (40, 8, 2, 200, 136), (333, 5, 3, 1000, 520), (96, 3, 1, 64, 1024), (700, 2, 2, 512, 256)]
+SHAPES = [(1, 4, 2, 8, 16), (40, 8, 2, 200, 144), (333, 5, 3, 1000, 528), (96, 3, 1, 64, 1024), (700, 2, 2, 512, 256)]
 
 
 @on_hopper
@@ -224,6 +235,42 @@ def test_captured_launches_before_the_kernel_before_has_ended() -> None:
         given.copy_(x)
         graph.replay()
     assert torch.equal(found, wanted)
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", [GroupedTile(64), SORTED[1]], ids=str)
+def test_a_layer_of_experts_is_the_same_by_both_kernels(tile: GroupedTile, monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks = _stack(8, 512, 256, BF16, has_bias=True), _stack(8, 256, 256, BF16, has_bias=True, seed=5)
+    linears = [SimpleNamespace(stack=stack, experts=range(8), adapters=None) for stack in stacks]
+    layer = StackedExperts(*linears, "silu", SimpleNamespace(), dependent_rows=100)  # type: ignore[arg-type]
+    settings = Experts(8, 2, 256, clamp=tuple(GPT_OSS))
+    for tokens in (30, 700):
+        x, logits = rand(tokens, 256, dtype=BF16), rand(tokens, 8, dtype=BF16, seed=3)
+        mixed = []
+        for chosen in (tile, None):
+            monkeypatch.setattr(module, "choose_grouped_tile", lambda *_, chosen=chosen: chosen)
+            mixed.append(layer.mix(x, logits, settings).float())
+        assert float((mixed[0] - mixed[1]).norm()) <= LARGEST_ERROR[BF16] * float(mixed[1].norm())
+
+
+@pytest.mark.parametrize(("pairs", "rows"), [(100, 0), (10000, 192)])
+def test_few_pairs_of_an_expert_are_left_to_triton(pairs: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "runs_on", lambda _: True)
+    stacks = Stack(torch.zeros(8, 32, 16, dtype=BF16), None), Stack(torch.zeros(8, 16, 16, dtype=BF16), None)
+    tile = choose_grouped_tile(pairs, 8, *stacks)
+    assert (0 if tile is None else tile.block_m) == rows
+    assert choose_grouped_tile(pairs, 8, Stack(stacks[0].numbers, torch.ones(8, 32)), stacks[1]) is None
+    assert choose_grouped_tile(pairs, 8, stacks[0], Stack(stacks[1].numbers.float(), None)) is None
+
+
+def test_places_of_sorted_tiles_are_at_most_twice_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "runs_on", lambda _: True)
+    for num in (8, 60, 384):
+        stacks = Stack(torch.zeros(num, 32, 16, dtype=BF16), None), Stack(torch.zeros(num, 16, 16, dtype=BF16), None)
+        for pairs in range(0, 300 * num, 13 * num + 1):
+            tile = choose_grouped_tile(pairs, num, *stacks)
+            if tile is not None and tile.is_sorted:
+                assert most_tiles(pairs, num, tile.block_m) * tile.block_m <= 2 * pairs
 
 
 @on_hopper

@@ -1,5 +1,5 @@
 // Grouped gemm of a mixture of experts on Hopper GPUs: warp-specialized wgmma (see grouped_product.py). Needs no CUDA
-// header. grouped_product.py prepends the constants of a tile, and `multiply`, a wgmma of 64 by ROWS.
+// header. grouped_product.py prepends the constants of a tile, and `multiply`, wgmmas of 64 by ROWS or some quarters of them.
 //
 // A tile is WIDTH = 64 * GROUPS * HEIGHT rows of one expert's weight by ROWS pairs of that expert (swap_ab: the weight is
 // the operand with 64 rows, so that few pairs need few columns). Of a gated weight it has eight rows of gate, eight of up,
@@ -17,6 +17,7 @@ constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * LINE;
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int SUMS = ROWS / 2;          // per thread, for 64 rows of the weight
 constexpr int EIGHTS = ROWS / 8;        // groups of eight pairs
+constexpr int QUARTERS = ROWS % 32 == 0 ? 4 : 1, QUARTER = ROWS / QUARTERS;  // multiplied only if pairs reach into them
 constexpr int PARTS = GATED ? 1 : 2;    // groups of eight outputs per 16 rows of the weight
 constexpr int WIDTH_EIGHTS = WIDTH / 16 * PARTS;  // groups of eight outputs per tile
 constexpr int LAG = STAGES / 2;         // steps after which a copy of rows must have ended; at most STAGES - 2
@@ -30,6 +31,7 @@ struct Product {
     u64 x, bias, out, places, tile_experts;
     int tiles;       // in `tile_experts`, of which those that pairs use come first
     int columns;     // tiles over the rows of a weight, divided by CLUSTER
+    int rows;        // of an expert's weight
     int outputs, inputs, steps;
     int x_stride;    // in 16 bytes
     int used;        // pairs per row of x
@@ -225,6 +227,54 @@ __device__ __forceinline__ void release(u32 barrier) {
     if (SORTED && lane < CLUSTER) arrive_at(barrier, lane);
 }
 
+// Where a consumer is in the ring.
+struct Position { int stage; u32 phase; };
+
+__device__ __forceinline__ void advance(Position& at) {
+    if (++at.stage == STAGES) at.stage = 0, at.phase ^= 1;
+}
+
+// Multiply all steps of a unit, whose pairs fill `COLUMNS` of its ROWS places.
+template <int COLUMNS>
+__device__ __forceinline__ void multiply_steps(
+    float (&sums)[HEIGHT][SUMS], int steps, int group, Position& at, u32 ring, u32 full, u32 empty) {
+    int used = 0;
+    for (int k = 0; k < steps; k++) {
+        const u32 weights = ring + at.stage * STAGE_BYTES + group * HEIGHT * 64 * LINE, rows = ring + at.stage * STAGE_BYTES + WEIGHT_BYTES;
+        await(full + 8 * at.stage, at.phase);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int i = 0; i < LINE; i += 32)
+#pragma unroll
+            for (int h = 0; h < HEIGHT; h++)
+                multiply(*(float(*)[COLUMNS / 2])&sums[h][0], matrix_at(weights + h * 64 * LINE + i), matrix_at(rows + i), k + i > 0);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        if (k > 0) release(empty + 8 * used);  // the wgmmas of the previous step are done
+        used = at.stage;
+        advance(at);
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    release(empty + 8 * used);
+}
+
+// Skip the steps of a unit.
+__device__ __forceinline__ void pass_steps(int steps, Position& at, u32 full, u32 empty) {
+    for (int k = 0; k < steps; k++) {
+        await(full + 8 * at.stage, at.phase);
+        release(empty + 8 * at.stage);
+        advance(at);
+    }
+}
+
+// The quarters of a tile's places that its pairs reach into. Pairs fill a tile from its first place on.
+__device__ __forceinline__ int count_quarters(const int* places) {
+    int count = 1;
+#pragma unroll
+    for (int i = 1; i < QUARTERS; i++) count += places[QUARTER * i] >= 0;
+    return count;
+}
+
 // The row of results of a place in a tile: the pair's number, or with SORTS the place's.
 __device__ __forceinline__ int row_at(const int* places, int place, int tile) {
     const int pair = places[place];
@@ -235,8 +285,7 @@ __device__ __forceinline__ int row_at(const int* places, int place, int tile) {
 __device__ __forceinline__ void multiply_units(const Product& p, int tiles, u32 ring, u32 full, u32 empty) {
     const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1, lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32 % 4;
-    int stage = 0;
-    u32 phase = 0;
+    Position at = {0, 0};
     for (int number = blockIdx.x / CLUSTER; number < tiles * p.columns; number += gridDim.x / CLUSTER) {
         const Unit unit = unit_of(number, tiles, p);
         const int* places = (const int*)p.places + unit.pairs * ROWS;
@@ -246,25 +295,15 @@ __device__ __forceinline__ void multiply_units(const Product& p, int tiles, u32 
         for (int i = 0; i < EIGHTS / 4; i++) whole[i] = row_at(places, 8 * (4 * i + lane % 4) + lane / 4, unit.pairs);
 #pragma unroll
         for (int i = EIGHTS / 4 * 4; i < EIGHTS; i++) rest[i % 4] = row_at(places, 8 * i + lane / 4, unit.pairs);
+        const bool idle = unit.column * WIDTH + group * HEIGHT * 64 >= p.rows;
         float sums[HEIGHT][SUMS];
-        int used = 0;
-        for (int k = 0; k < p.steps; k++) {
-            const u32 weights = ring + stage * STAGE_BYTES + group * HEIGHT * 64 * LINE, rows = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
-            await(full + 8 * stage, phase);
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-            for (int i = 0; i < LINE; i += 32)
-#pragma unroll
-                for (int h = 0; h < HEIGHT; h++)
-                    multiply(sums[h], matrix_at(weights + h * 64 * LINE + i), matrix_at(rows + i), k + i > 0);
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            if (k > 0) release(empty + 8 * used);  // the wgmmas of the previous step are done
-            used = stage;
-            if (++stage == STAGES) stage = 0, phase ^= 1;
-        }
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        release(empty + 8 * used);
+        const int quarters = idle ? 0 : count_quarters(places);
+        if (quarters == 0) pass_steps(p.steps, at, full, empty);
+        else if (quarters == QUARTERS) multiply_steps<ROWS>(sums, p.steps, group, at, ring, full, empty);
+        else if (quarters == 1) multiply_steps<QUARTER>(sums, p.steps, group, at, ring, full, empty);
+        else if (quarters == 2) multiply_steps<QUARTER * (QUARTERS == 4 ? 2 : 1)>(sums, p.steps, group, at, ring, full, empty);
+        else multiply_steps<QUARTER * (QUARTERS == 4 ? 3 : 1)>(sums, p.steps, group, at, ring, full, empty);
+        if (idle) continue;
 #pragma unroll
         for (int h = 0; h < HEIGHT; h++) {
             const int sixteen = (group * HEIGHT + h) * 4 + warp;  // of the tile's rows

@@ -28,8 +28,6 @@ _STEP, _EIGHT = 64, 8  # elements of K per stage; outputs and elements of K come
 _LINE_BYTES = 2 * _STEP
 _SHARED_BYTES = 226 << 10
 _MOST_STAGES = 12
-_ROWS = (16, 32, 64, 128)  # pairs of the tiles that are chosen: each is a kernel to compile
-_FEWEST_SHARE = 8  # pairs per expert from which the kernel is faster than Triton's, on an H200
 _ALIGNMENT = 1024  # of the ring, as the swizzle requires
 
 
@@ -60,6 +58,11 @@ class GroupedTile(NamedTuple):
         return min(_MOST_STAGES, _SHARED_BYTES // self.stage_bytes)
 
 
+# The tile from so many pairs per expert on, where it is faster than the Triton kernel on an H200. Sorted tiles have no
+# more pairs than an expert on average: places are then at most twice the pairs, which the memory plan has room for.
+_TILES = ((192, GroupedTile(192, is_sorted=True)), (128, GroupedTile(128, is_sorted=True)), (40, GroupedTile(64)))
+
+
 class _Kind(NamedTuple):
     """What a kernel is compiled for, besides its tile."""
 
@@ -75,7 +78,7 @@ class _Product(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("x", "bias", "out", "places", "tile_experts")),
-        *((name, ctypes.c_int) for name in ("tiles", "columns", "outputs", "inputs", "steps")),
+        *((name, ctypes.c_int) for name in ("tiles", "columns", "rows", "outputs", "inputs", "steps")),
         *((name, ctypes.c_int) for name in ("x_stride", "used", "together")),
         *((name, ctypes.c_float) for name in ("limit", "alpha", "shift")),
     )
@@ -97,15 +100,9 @@ def takes_stack(stack: Stack) -> bool:
 
 def choose_grouped_tile(pairs: int, num: int, gate_up: Stack, down: Stack) -> GroupedTile | None:
     """Choose the tile for `pairs` pairs of `num` experts; None if the Triton kernel is to multiply them, or must."""
-    if pairs < _FEWEST_SHARE * num or not takes_stack(gate_up) or not takes_stack(down):
+    if pairs < _TILES[-1][0] * num or not takes_stack(gate_up) or not takes_stack(down):
         return None
-    return _tile_for(-(-pairs // num))
-
-
-def _tile_for(share: int) -> GroupedTile:
-    """Return the tile for experts with `share` pairs on average."""
-    wanted = share + share // 2
-    return GroupedTile(next((rows for rows in _ROWS if wanted <= rows), _ROWS[-1]))
+    return next(tile for share, tile in _TILES if pairs >= share * num)
 
 
 def hopper_grouped_product(
@@ -150,8 +147,8 @@ def hopper_grouped_product(
     columns = -(-rows // (tile.width * tile.cluster))
     given = _Product(
         x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), routing.places.data_ptr(),
-        routing.tile_experts.data_ptr(), tiles, columns, outputs, inputs, -(-inputs // _STEP), x.stride(0) // _EIGHT,
-        num_used, tile.together, *(clamp or Clamp(0.0)),
+        routing.tile_experts.data_ptr(), tiles, columns, rows, outputs, inputs, -(-inputs // _STEP),
+        x.stride(0) // _EIGHT, num_used, tile.together, *(clamp or Clamp(0.0)),
     )  # fmt: skip
     weights = _map_of_weights(weight.data_ptr(), x.dtype, (num, outputs, inputs), tile.width, activation is not None)
     lines_map = weights  # not read
@@ -170,9 +167,16 @@ def _begin(tile: GroupedTile, kind: _Kind, device: torch.device) -> Future[bytes
     is_half = kind.dtype == torch.float16
     constants = constants_of(tile, kind.activation, kind.is_clamped, kind.has_bias, is_half, sorts=kind.sorts)
     capability = torch.cuda.get_device_capability(device)
-    wgmma = wgmma_source(tile.block_m, "f16" if is_half else "bf16")
+    wgmma = wgmmas_of(tile, "f16" if is_half else "bf16")
     files = ("hopper.cuh", "grouped_product.cu")
     return compile_pool().submit(compile_source, files, constants, capability, before=wgmma)
+
+
+def wgmmas_of(tile: GroupedTile, dtype: str) -> str:
+    """Return the source of the wgmmas of a tile: for all of its pairs, and for some quarters of them."""
+    quarter = tile.block_m // 4
+    widths = range(quarter, tile.block_m + 1, quarter) if quarter % _EIGHT == 0 else (tile.block_m,)
+    return "".join(wgmma_source(width, dtype) for width in widths)
 
 
 def constants_of(
