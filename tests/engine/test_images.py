@@ -30,8 +30,8 @@ LIMITS = ImageLimits(VISION.grid, max_images=3, max_encoded_tokens=2_048, max_ke
 
 
 class Case:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.model = folder, vision_model(folder)
+    def __init__(self, folder: Path, family: str) -> None:
+        self.folder, self.model, self.is_recurrent = folder, vision_model(folder, family), family == "qwen3_5"
         self._answers: dict[tuple[object, ...], list[int]] = {}
 
     def expected(self, prompt: VisionPrompt) -> list[int]:
@@ -45,9 +45,9 @@ class Case:
         return TinyEngine(open_checkpoint(files_at(self.folder)), speculative, **settings)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("vision"), request.param)
 
 
 def request(name: str, prompt: VisionPrompt, **sampling: Any) -> Submit:
@@ -173,6 +173,8 @@ def test_samples_beams_and_branches_share_the_image(case: Case) -> None:
     ],
 )
 def test_drafts_change_nothing(case: Case, method: dict[str, Any]) -> None:
+    if method["method"] == "self_draft" and case.is_recurrent:
+        pytest.skip("the state of recurrent layers cannot go back to before a rejected draft")
     made = case.engine(method)
     made.proposers.lengths.length = lambda *given, **rest: DraftLength(given[1])  # type: ignore[attr-defined]
     assert answers(made, ONE, TWO) == [case.expected(ONE), case.expected(TWO)]
@@ -186,7 +188,8 @@ def test_a_prompt_with_an_image_can_stay_resident(case: Case) -> None:
     longer = prompt_of([5, 9, 11], picture(3, 5), [7, 30, 8, 21])
     before = made.core.stats().prompt_tokens
     assert answers(made, longer) == [case.expected(longer)]
-    assert made.core.stats().prompt_tokens - before == 1
+    if not case.is_recurrent:  # whose states are kept at few positions
+        assert made.core.stats().prompt_tokens - before == 1
 
 
 @pytest.mark.parametrize("budget", [2_048, 12])
@@ -208,7 +211,8 @@ def test_the_blocks_of_a_request_that_fails_hold_its_image(
     made.core.submit(request("good", ONE))
     made.run()
     assert made.finished["bad"].error == "bad"
-    assert made.finished["good"].num_cached_tokens > ONE.images[0].start
+    if not case.is_recurrent:  # the states of a request that failed are not kept
+        assert made.finished["good"].num_cached_tokens > ONE.images[0].start
     assert list(made.finished["good"].samples[0].token_ids) == case.expected(ONE)
 
 

@@ -11,15 +11,50 @@ ROOT = Path(__file__).parents[2]
 # In Triton's interpreter, families whose layers run by kernels that another one has too: the table runs them, and the
 # suite with QUIRE_TEST_WHOLE or on a GPU.
 SAME_KERNELS = {
+    "arcee": "nemotron",
+    "cohere": "cohere2",
     "deepseek_v2": "deepseek_v3",
+    "dots1": "glm4_moe",
+    "ernie4_5": "llama",
+    "exaone4": "gemma3_text",
+    "gemma": "gemma2",
+    "glm": "glm4",
     "granite": "llama",
+    "granitemoe": "mixtral",
+    "granitemoeshared": "mixtral",
+    "helium": "llama",
+    "minimax_m2": "glm4_moe",
+    "ministral": "mixtral",
     "mistral": "mixtral",
+    "mistral3": "llama",
+    "olmo": "cohere2",
+    "olmo3": "olmo2",
+    "olmoe": "mixtral",
     "phi3": "llama",
     "qwen2": "starcoder2",
     "qwen2_moe": "qwen3_next",
     "qwen3_5_moe_text": "qwen3_next",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "seed_oss": "starcoder2",
     "smollm3": "llama",
+    "solar_open": "glm4_moe",
 }
+# Families of the same blocks as another one: the suite runs these features, the table and QUIRE_TEST_WHOLE all.
+SAME_BLOCKS = {
+    "cohere": "cohere2",
+    "dots1": "glm4_moe",
+    "ernie4_5": "llama",
+    "gemma": "llama",
+    "glm": "glm4",
+    "granitemoeshared": "granitemoe",
+    "helium": "llama",
+    "ministral": "mistral",
+    "mistral3": "llama",
+    "seed_oss": "qwen2",
+    "solar_open": "glm4_moe",
+}
+FEW_FEATURES = ("parity", "CPU program", "fp8")
 NOT_YET: dict[tuple[str, str], str] = {}  # (family, feature): why not
 
 

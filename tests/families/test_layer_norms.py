@@ -30,6 +30,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "opt": lambda: transformers.OPTConfig(**DEEP, ffn_dim=96),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**DEEP, intermediate_size=96),
     "falcon": lambda: transformers.FalconConfig(**DEEP),
+    "nemotron": lambda: transformers.NemotronConfig(**DEEP, intermediate_size=96, num_key_value_heads=2),
 }
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 

@@ -13,7 +13,7 @@ from family_bench import num_calls
 from family_models import CASES, CONFIGS, VARIANTS, FamilyCase
 from quire.runtime.models.registry import of_kind
 from tests.families.features import FEATURES, check
-from tests.families.matrix import NOT_YET, SAME_KERNELS
+from tests.families.matrix import FEW_FEATURES, NOT_YET, SAME_BLOCKS, SAME_KERNELS
 from tests.families.table import CELL, cells_of, table_of, why_failed
 from tiny_models import DEVICE
 
@@ -31,8 +31,9 @@ def test_every_reason_why_not_is_of_a_family_and_a_feature() -> None:
 
 
 def test_families_that_are_left_to_the_table_have_one_that_runs_the_same_kernels() -> None:
-    assert {*SAME_KERNELS, *SAME_KERNELS.values()} <= CONFIGS.keys()
-    assert not SAME_KERNELS.keys() & set(SAME_KERNELS.values())
+    for same in (SAME_KERNELS, SAME_BLOCKS):
+        assert {*same, *same.values()} <= CONFIGS.keys()
+        assert not same.keys() & set(same.values())
 
 
 def test_the_compiled_cpu_path_is_not_looked_for_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +89,8 @@ def test_a_family_gives_the_tokens_of_transformers(
     record_property(CELL, [case.name, feature, list(FEATURES).index(feature), NOT_YET.get((case.name, feature))])
     if feature == "graphs" and case.name in SAME_KERNELS and DEVICE == "cpu" and not WHOLE:
         pytest.skip(f"its kernels are those of {SAME_KERNELS[case.name]}; make families runs it")
+    if case.name in SAME_BLOCKS and feature not in FEW_FEATURES and not WHOLE:
+        pytest.skip(f"its blocks are those of {SAME_BLOCKS[case.name]}; make families runs it")
     reason = NOT_YET.get((case.name, feature))
     if reason is not None:
         with pytest.raises(Exception):  # noqa: B017, PT011  a reason that no longer holds must go

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from family_bench import hf_model, load_bench
-from family_models import CASES, COMMON
+from family_models import settings_of
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.types.step import Chunk
 
@@ -42,9 +42,8 @@ PLAIN = ("embed", "lm_head", "norm", "gate.weight", "router")  # what tools leav
 
 def quantized_pair(folder: Path, family: str) -> tuple[Path, Path]:
     """A checkpoint with int8 matrices, and one with their numbers."""
-    settings = {key: value for key, value in (COMMON | CASES[family]).items() if value is not ...}
-    layers = LAYERS.get(family, {"num_hidden_layers": 2})
-    model = hf_model(transformers.AutoConfig.for_model(family.partition("-")[0], **settings | layers))
+    settings = settings_of(family, LAYERS.get(family, {"num_hidden_layers": 2}))
+    model = hf_model(transformers.AutoConfig.for_model(family.partition("-")[0], **settings))
     plain, small = folder / "plain", folder / "small"
     for path in (plain, small):
         model.save_pretrained(path)

@@ -152,7 +152,8 @@ def test_a_model_for_text_and_images_is_read_for_its_text(tmp_path: Path) -> Non
         "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
         "num_position_embeddings": 4,
     }  # fmt: skip
-    whole = transformers.Qwen3_5Config(text_config={**text, "rope_parameters": rope}, vision_config=vision)
+    tokens = {"image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57}
+    whole = transformers.Qwen3_5Config(text_config={**text, "rope_parameters": rope}, vision_config=vision, **tokens)
     model = transformers.Qwen3_5ForConditionalGeneration(whole).eval().float()
     model.save_pretrained(tmp_path)
     for prompt, (_, logits) in zip(PROMPTS, logits_of(tmp_path), strict=True):

@@ -38,7 +38,7 @@ class Case:
         self.expected = [vision_reference(self.model, prompt, COUNT) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -57,7 +57,7 @@ def test_the_tower_gives_what_that_of_transformers_gives(case: Case, rows: int, 
         visual: Any = case.model.get_submodule("model.visual")
         wanted = visual(patches, grid_thw=torch.tensor([[1, 2 * rows, 2 * columns]]))
         found = tower(shown.pixels.to(DEVICE))
-    wanted = getattr(wanted, "pooler_output", wanted)
+    wanted = torch.cat((getattr(wanted, "pooler_output", wanted), *getattr(wanted, "deepstack_features", ())), dim=1)
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-5)
 
 

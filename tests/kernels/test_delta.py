@@ -6,19 +6,20 @@ import pytest
 import torch
 
 from delta_cases import delta_case, expected
-from quire.kernels.delta import DeltaSizes
-from quire.kernels.triton.delta import convolve_segments, delta_segments
+from quire.kernels.recurrent import RecurrentSizes
+from quire.kernels.triton.convolution import convolve_segments
+from quire.kernels.triton.delta import delta_segments
 from triton_cases import DEVICE, DTYPES, ON_GPU
 
-SIZES = [DeltaSizes(2, 4, 16, 24, 4), DeltaSizes(1, 1, 8, 16, 2)]
-SIZES += [DeltaSizes(4, 8, 128, 128, 4)] if ON_GPU else []
+SIZES = [RecurrentSizes(2, 4, 16, 24, 4), RecurrentSizes(1, 1, 8, 16, 2)]
+SIZES += [RecurrentSizes(4, 8, 128, 128, 4)] if ON_GPU else []
 ROUGH = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 @pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_tokens_and_states_are_those_of_the_definition(sizes: DeltaSizes, dtype: torch.dtype, alike: bool) -> None:
+def test_tokens_and_states_are_those_of_the_definition(sizes: RecurrentSizes, dtype: torch.dtype, alike: bool) -> None:
     case = delta_case(sizes, dtype, str(DEVICE), alike=alike)
     out, state = expected(case)
     spans, slots = (torch.from_numpy(case.segments[:, at : at + 2].copy()).int().to(DEVICE) for at in (0, 2))
@@ -31,7 +32,7 @@ def test_tokens_and_states_are_those_of_the_definition(sizes: DeltaSizes, dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_steps_that_only_decode(sizes: DeltaSizes, dtype: torch.dtype) -> None:
+def test_steps_that_only_decode(sizes: RecurrentSizes, dtype: torch.dtype) -> None:
     case = delta_case(sizes, dtype, str(DEVICE))
     case.segments = case.segments[[0, 1, 2, -1]]
     out, state = expected(case)

@@ -82,7 +82,7 @@ def test_a_layer_norm_reads_rows_that_lie_apart_and_takes_none() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 @pytest.mark.parametrize(("rows", "size"), [(1, 32), (3, 1100), (0, 32)])
 def test_rows_are_activated_in_place_as_by_torch(rows: int, size: int, activation: str, dtype: torch.dtype) -> None:
     x = rand(rows, size, dtype=dtype, scale=2.0)
@@ -91,7 +91,7 @@ def test_rows_are_activated_in_place_as_by_torch(rows: int, size: int, activatio
     torch.testing.assert_close(x, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 def test_no_activation_makes_a_number_of_nan(activation: str) -> None:
     x = rand(2, 32)
     x[1, 3] = float("nan")

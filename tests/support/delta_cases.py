@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.delta import SAME_RUN, DeltaSizes, DeltaWeights
+from quire.kernels.delta import DeltaWeights
+from quire.kernels.recurrent import SAME_RUN, RecurrentSizes
 
 NUM_SLOTS = 8
 # Rows of one token in place, from nothing and to another slot; then chunks: whole, and cut where the state moves.
@@ -29,7 +30,7 @@ NUM_TOKENS = 115
 
 @dataclass
 class DeltaCase:
-    sizes: DeltaSizes
+    sizes: RecurrentSizes
     weights: DeltaWeights
     qkvz: Tensor  # [tokens, channels + value size]
     gates: Tensor  # [tokens, 2 * value heads]
@@ -38,7 +39,12 @@ class DeltaCase:
 
 
 def delta_case(
-    sizes: DeltaSizes, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, *, alike: bool = False
+    sizes: RecurrentSizes,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    *,
+    alike: bool = False,
 ) -> DeltaCase:
     """`alike`: all tokens are the same, so that each changes what the one before has written."""
     generator = torch.Generator().manual_seed(seed)
@@ -79,7 +85,7 @@ def expected(case: DeltaCase) -> tuple[Tensor, Tensor]:
 
 
 def _token(
-    qkvz: Tensor, gates: Tensor, weights: list[Tensor], state: Tensor, sizes: DeltaSizes
+    qkvz: Tensor, gates: Tensor, weights: list[Tensor], state: Tensor, sizes: RecurrentSizes
 ) -> tuple[Tensor, Tensor]:
     convolution, rate, bias, norm = weights
     tail = state[sizes.matrix_numbers : sizes.state_numbers].view(sizes.width - 1, sizes.channels)

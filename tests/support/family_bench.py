@@ -59,6 +59,9 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
         for value in model.parameters():
             is_norm = value.dim() == 1  # or a bias; weights of norms are about one, or zero where one is added
             value.normal_(float(value.mean().round()) if is_norm else 0.0, 0.15, generator=generator)
+        for name, value in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.normal_(0.0, 0.5, generator=generator)
     return model
 
 

@@ -15,7 +15,7 @@ from family_bench import hf_model
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from tiny_models import greedy_reference
-from vision_models import MROPE, TOWERS
+from vision_models import MROPE, TEXTS, TOWERS
 from vision_models import TOKENS as VISION_TOKENS
 
 VOCAB = 97
@@ -35,8 +35,18 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24,
     "moe_intermediate_size": 32,
 }  # fmt: skip
+SIGMOIDS: dict[str, Any] = {
+    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
+}  # fmt: skip
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+}  # fmt: skip
 # What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
+    "arcee": {"head_dim": 16},
+    "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True, "pad_token_id": 0},
+    "cohere2": {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2, "pad_token_id": 0},
     "deepseek_v2": {
         **LATENT, "q_lora_rank": None, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
         "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
@@ -46,7 +56,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **LATENT, "q_lora_rank": 24, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
         "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
     },
+    "ernie4_5": {"head_dim": 16, "use_bias": True, "pad_token_id": 0},
+    "exaone4": {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2},
+    "dots1": {
+        **SIGMOIDS, "head_dim": 16, "first_k_dense_replace": 1, "sliding_window": 9, "max_window_layers": 2,
+        "norm_topk_prob": True,
+    },
     "falcon": {"num_key_value_heads": ..., "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    "gemma": {"head_dim": 16, "pad_token_id": 0},
     "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0},
     "gemma3_text": {
         "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24,
@@ -57,17 +74,54 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     },
+    "glm": {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 0},
+    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 0},
+    "glm4_moe": {**SIGMOIDS, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
     "gpt2": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
     "gpt_neox": {"num_key_value_heads": ..., "rotary_pct": 0.25},
     "gpt_oss": {
         "head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5,
     },
-    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
-                "logits_scaling": 2.0},
+    "granite": GRANITE,
+    "granitemoe": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {
+        **GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32, "conv_bias": True,
+        "pad_token_id": 0,
+    },
+    "lfm2_moe": {
+        "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "num_dense_layers": 1, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "pad_token_id": 0,
+    },
+    "helium": {"head_dim": 16, "pad_token_id": 0},
     "llama": {},
+    "ministral": {
+        "sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+    },
+    "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
     "mistral": {"sliding_window": 9, "head_dim": 16},
+    "mistral3": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "mistral", "head_dim": 16},
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 14, "head_dim": 8,
+        },
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+    "nemotron": {"head_dim": 16},
+    "olmo": {"pad_token_id": 0},
     "olmo2": {},
+    "olmo3": {
+        "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.2,
+        },
+    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
     "opt": {"num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": {"original_max_position_embeddings": 512, "pad_token_id": 0},
@@ -78,6 +132,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen2_vl": {"vision_config": {**TOWERS["qwen2_vl"]}, **VISION_TOKENS, **MROPE},
     "qwen2_5_vl": {"vision_config": {**TOWERS["qwen2_5_vl"]}, **VISION_TOKENS, **MROPE, "tie_word_embeddings": True},
+    "qwen3_vl": {"vision_config": {**TOWERS["qwen3_vl"]}, **VISION_TOKENS, **TEXTS["qwen3_vl"]},
+    "qwen3_vl_moe": {"vision_config": {**TOWERS["qwen3_vl_moe"]}, **VISION_TOKENS, **TEXTS["qwen3_vl_moe"]},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "qwen3_next": {
@@ -96,11 +152,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
         "linear_key_head_dim": 8, "linear_value_head_dim": 16,
     },
+    "seed_oss": {"head_dim": 16, "pad_token_id": 0},
     "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+    "solar_open": {**SIGMOIDS, "head_dim": 16},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
     "starcoder2": {"sliding_window": None},
 }  # fmt: skip
 # Further models of a family, whose name comes before the dash.
 VARIANTS: dict[str, dict[str, Any]] = {
+    "stablelm-parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.25},
     "gemma4_text-moe": {  # like 26B-A4B and 31B: heads twice as large, but fewer; keys are values
         "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 4, "num_global_key_value_heads": 1,
         "attention_k_eq_v": True, "sliding_window": 9, "num_hidden_layers": 5, "hidden_size_per_layer_input": 0,
@@ -109,7 +169,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CASES = CONFIGS | VARIANTS
+NESTED = ("qwen3_vl", "qwen3_vl_moe")  # transformers takes the settings of their decoders only as `text_config`
+_OUTER = {"vision_config", "tie_word_embeddings", *VISION_TOKENS}
 NUM_TOKENS = 12  # of every answer
+
+
+def settings_of(name: str, *changes: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' config of a tiny model is made with."""
+    wanted = COMMON | CASES[name]
+    for each in changes:
+        wanted = wanted | each
+    settings = {key: value for key, value in wanted.items() if value is not ...}
+    if name not in NESTED:
+        return settings
+    inner = {key: value for key, value in settings.items() if key not in _OUTER}
+    return {key: value for key, value in settings.items() if key in _OUTER} | {"text_config": inner}
 
 
 @dataclass
@@ -126,8 +200,7 @@ class FamilyCase:
         """Saves it too."""
         import transformers
 
-        wanted = COMMON | CASES[self.name] | self.changes
-        settings = {key: value for key, value in wanted.items() if value is not ...}
+        settings = settings_of(self.name, self.changes)
         config = transformers.AutoConfig.for_model(self.name.partition("-")[0], **settings)
         config._attn_implementation = "eager"
         model = hf_model(config)

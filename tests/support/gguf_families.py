@@ -51,6 +51,11 @@ def by_outputs(name: str, values: Tensor, config: Any) -> Tensor:
     return values.t() if re.search(r"\.c_(attn|proj|fc)\.weight", name) else values
 
 
+def plus_one(name: str, values: Tensor, config: Any) -> Tensor:
+    """Weights of norms plus one."""
+    return values + 1 if name.endswith("norm.weight") else values
+
+
 def decoder_settings(config: Any) -> dict[str, object]:
     rope = config.rope_parameters or {}
     return {
@@ -88,6 +93,32 @@ def qwen_moe_settings(config: Any) -> dict[str, object]:
         "expert_feed_forward_length": config.moe_intermediate_size,
         **({"expert_shared_feed_forward_length": shared} if shared else {}),
     }  # fmt: skip
+
+
+def sigmoid_settings(config: Any) -> dict[str, object]:
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    return {
+        **decoder_settings(config), **whole_heads(config), "rope.dimension_count": int(share * dim),
+        "expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok,
+        "expert_gating_func": 2,
+    }  # fmt: skip
+
+
+def glm_moe_settings(config: Any) -> dict[str, object]:
+    return {
+        **sigmoid_settings(config),
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_group_count": config.n_group, "expert_group_used_count": config.topk_group,
+    }  # fmt: skip
+
+
+def minimax_settings(config: Any) -> dict[str, object]:
+    return {**sigmoid_settings(config), "expert_feed_forward_length": config.intermediate_size}
 
 
 def granite_settings(config: Any) -> dict[str, object]:
@@ -164,6 +195,85 @@ def starcoder2_settings(config: Any) -> dict[str, object]:
     return {**decoder_settings(config), "attention.layer_norm_epsilon": config.norm_epsilon}
 
 
+def glm_settings(config: Any) -> dict[str, object]:
+    share = config.rope_parameters["partial_rotary_factor"]
+    return {
+        **decoder_settings(config), **whole_heads(config), "rope.dimension_count": int(share * config.head_dim),
+    }  # fmt: skip
+
+
+def cohere_settings(config: Any) -> dict[str, object]:
+    return {
+        **decoder_settings(config), "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "logit_scale": config.logit_scale, "rope.scaling.type": "none",
+    }  # fmt: skip
+
+
+def cohere2_settings(config: Any) -> dict[str, object]:
+    return {
+        **cohere_settings(config), "vocab_size": VOCAB, "rope.dimension_count": config.head_dim,
+        "attention.sliding_window": config.sliding_window,
+    }  # fmt: skip
+
+
+def gemma_settings(config: Any) -> dict[str, object]:
+    settings = {**decoder_settings(config), **whole_heads(config)}
+    del settings["rope.freq_base"]
+    return settings
+
+
+def nemotron_settings(config: Any) -> dict[str, object]:
+    return {
+        **glm_settings(config), "vocab_size": VOCAB, "attention.layer_norm_epsilon": config.norm_eps,
+        "rope.scaling.type": "none",
+    }  # fmt: skip
+
+
+def stablelm_settings(config: Any) -> dict[str, object]:
+    share, settings = config.rope_parameters["partial_rotary_factor"], decoder_settings(config)
+    del settings["rope.freq_base"]
+    return {
+        **settings, "use_parallel_residual": config.use_parallel_residual,
+        "rope.dimension_count": int(share * (config.hidden_size // config.num_attention_heads)),
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+    }  # fmt: skip
+
+
+def window_settings(config: Any) -> dict[str, object]:
+    """Which layers have a window, as a list."""
+    kinds, window = config.layer_types, config.sliding_window
+    windows = {
+        "attention.sliding_window": window,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+    }
+    return {**decoder_settings(config), **whole_heads(config), "vocab_size": VOCAB, **(windows if window else {})}
+
+
+def lfm2_settings(config: Any) -> dict[str, object]:
+    kinds, settings = config.layer_types, decoder_settings(config)
+    size = 2 * config.intermediate_size // 3 if config.model_type == "lfm2" else config.intermediate_size
+    return {
+        **settings, "vocab_size": VOCAB,
+        "feed_forward_length": -(-size // 32) * 32,
+        "attention.head_count_kv": [config.num_key_value_heads * (kind == "full_attention") for kind in kinds],
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "shortconv.l_cache": config.conv_L_cache,
+    }  # fmt: skip
+
+
+def lfm2_moe_settings(config: Any) -> dict[str, object]:
+    return {
+        **lfm2_settings(config), **expert_settings(config),
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "leading_dense_block_count": config.num_dense_layers,
+        "expert_gating_func": 2,
+    }  # fmt: skip
+
+
+def flat_convolutions(name: str, values: Tensor, config: Any) -> Tensor:
+    return values.squeeze(1) if values.dim() == 3 else values
+
+
 @dataclass(frozen=True)
 class Layout:
     """How files of a family are laid out. `changes`: of the tiny model, where files leave a setting out."""
@@ -190,14 +300,39 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "qwen2_moe": Layout("qwen2moe", qwen_moe_settings),
     "qwen3_moe": Layout("qwen3moe", qwen_moe_settings, changes={"norm_topk_prob": True}),
+    "glm4_moe": Layout("glm4moe", glm_moe_settings),
+    "glm4_moe-air": Layout("glm4moe", glm_moe_settings, changes={"use_qk_norm": False}),
+    "dots1": Layout("dots1", glm_moe_settings, changes={"sliding_window": None}),
+    "minimax_m2": Layout("minimax-m2", minimax_settings),
+    "olmoe": Layout("olmoe", lambda config: {**decoder_settings(config), **expert_settings(config)}),
     "granite": Layout("granite", granite_settings, in_pairs),
+    "granitemoe": Layout(
+        "granitemoe", lambda config: {**granite_settings(config), **expert_settings(config)}, in_pairs
+    ),
     "smollm3": Layout(
         "smollm3", llama_settings, in_pairs, {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}
     ),
     "olmo2": Layout("olmo2"),
+    "lfm2": Layout("lfm2", lfm2_settings, flat_convolutions, {"conv_bias": False}),
+    "lfm2_moe": Layout("lfm2moe", lfm2_moe_settings, flat_convolutions),
     "phi3": Layout("phi3", phi3_settings),
     "phi3-window": Layout("phi3", phi3_settings, changes={"sliding_window": 7}),
     "phi3-long": Layout("phi3", phi3_settings, changes={"max_position_embeddings": 2_048, "rope_scaling": LONG_ROPE}),
+    "gemma": Layout("gemma", gemma_settings, plus_one),
+    "arcee": Layout("arcee", lambda config: {**llama_settings(config), **whole_heads(config)}, in_pairs),
+    "nemotron": Layout("nemotron", nemotron_settings, plus_one),
+    "olmo": Layout("olmo", lambda config: {**llama_settings(config), "attention.layer_norm_epsilon": 1e-5}, in_pairs),
+    "stablelm": Layout("stablelm", stablelm_settings),
+    "stablelm-parallel": Layout("stablelm", stablelm_settings, changes={"use_parallel_residual": True}),
+    "glm4": Layout("glm4", glm_settings),
+    "cohere": Layout("command-r", cohere_settings),
+    "cohere2": Layout("cohere2", cohere2_settings, changes={"sliding_window_pattern": 4, "num_hidden_layers": 5}),
+    "seed_oss": Layout("seed_oss", lambda config: {**decoder_settings(config), **whole_heads(config)}),
+    "ernie4_5": Layout("ernie4_5", lambda config: {**decoder_settings(config), **whole_heads(config)}),
+    "exaone4": Layout("exaone4", window_settings),
+    "exaone4-small": Layout(
+        "exaone4", window_settings, changes={"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    ),
     "starcoder2": Layout("starcoder2", starcoder2_settings),
     "phi": Layout("phi2", phi_settings, changes={"num_key_value_heads": 4, "intermediate_size": 256}),
     "gpt2": Layout("gpt2", gpt2_settings, by_outputs, {"n_inner": ...}),
@@ -245,29 +380,42 @@ def family_tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
         if match is None:
             found[name] = values
         else:
-            experts.setdefault(f"{match[1]}.{match[3]}".replace("model.layers", _outer(match[1])), []).append(values)
+            experts.setdefault(f"{match[1]}.{match[3]}".replace("model.layers", _outer(name)), []).append(values)
     found |= {name: torch.stack(parts) for name, parts in experts.items()}
     checkpoint.close()
     made = []
     for name, values in found.items():
-        stored_as = names.get_name(_published(name), try_suffixes=(".weight", ".bias"))
+        stored_as = names.get_name(_published(name, layout.architecture), try_suffixes=(".weight", ".bias"))
         assert stored_as is not None, name
         if kind != "F32" and "gate_inp_shexp" in stored_as:
             values = values.squeeze(0)  # as llama-quantize writes a matrix of one row
-        is_plain = values.ndim < 2 or "gate_inp" in stored_as or "position" in stored_as
+        is_plain = values.ndim < 2 or any(word in stored_as for word in ("gate_inp", "position", "conv.conv"))
         made.append(stored(stored_as, values.contiguous().numpy(), "F32" if is_plain else kind))
     return made
 
 
-def _published(name: str) -> str:
+_PUBLISHED = {  # of LFM2
+    "model.norm.": "model.embedding_norm.", ".o_proj.": ".out_proj.",
+    ".feed_forward.gate.e_score_correction_bias": ".feed_forward.expert_bias.bias",
+}  # fmt: skip
+
+
+def _published(name: str, architecture: str) -> str:
     """What the converter's table calls a few tensors."""
+    if architecture.startswith("lfm2"):
+        for ours, theirs in _PUBLISHED.items():
+            name = name.replace(ours, theirs)
+        return name
+    if name.endswith("_proj.weight"):
+        name = name.replace(".block_sparse_moe.experts.", ".mlp.experts.")  # of Granite
     name = name.replace(".block_sparse_moe.experts.", ".feed_forward.experts.")
+    name = name.replace("block_sparse_moe.gate.e_score", "mlp.gate.e_score").replace("_bias", ".bias")
     return "embed_out.weight" if name == "lm_head.weight" else name
 
 
 def _outer(path: str) -> str:
-    """The same for experts of Mixtral."""
-    return "layers" if "block_sparse_moe" in path else "model.layers"
+    """The same for experts of Mixtral and LFM2."""
+    return "layers" if re.search(r"(block_sparse_moe|feed_forward).*\.w\d", path) else "model.layers"
 
 
 def _expert_number(name: str) -> tuple[int, str]:

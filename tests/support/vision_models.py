@@ -16,17 +16,58 @@ from quire.runtime.layers.vision import cut_patches
 from quire.types.images import PromptImage, image_key
 
 IMAGE, START, END = 90, 92, 93  # placeholder, and the tokens around an image
+IN_TURN = {  # with pairs that alternate between the axes
+    "rope_parameters": {
+        "rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 10_000.0,
+    }
+}  # fmt: skip
+HALF_TURNED = {  # of every head
+    "rope_parameters": {
+        "rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+    }
+}  # fmt: skip
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}}
 TEXT: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, **MROPE,
 }  # fmt: skip
+QWEN3_TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 25,
+}
 TOWERS: dict[str, dict[str, Any]] = {  # by family
     "qwen2_5_vl": {
         "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "window_size": 24,
         "out_hidden_size": 64, "fullatt_block_indexes": [1],
     },
     "qwen2_vl": {"depth": 2, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4, "hidden_size": 64},
+    "qwen3_vl": {**QWEN3_TOWER, "deepstack_visual_indexes": [2, 0]},
+    "qwen3_vl_moe": {**QWEN3_TOWER, "deepstack_visual_indexes": [1]},
+    "qwen3_5": {**QWEN3_TOWER, "depth": 2},
+    "qwen3_5_moe": {**QWEN3_TOWER, "depth": 2},
+}  # fmt: skip
+TEXTS: dict[str, dict[str, Any]] = {  # what their decoders say besides TEXT
+    "qwen3_vl": {"head_dim": 16, **IN_TURN},
+    "qwen3_vl_moe": {
+        "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, **IN_TURN,
+    },
+    "qwen3_5": {
+        "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        **HALF_TURNED,
+    },
+    "qwen3_5_moe": {
+        "head_dim": 16, "layer_types": ["full_attention", *["linear_attention"] * 2], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+        **HALF_TURNED,
+    },
 }  # fmt: skip
 TOKENS = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": START, "vision_end_token_id": END}
 UNIT = 8  # pixels of a token
@@ -37,7 +78,8 @@ def vision_model(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> tor
     """A model of random weights, saved in the folder."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(family, text_config=TEXT, vision_config=TOWERS[family], **TOKENS)
+    text = TEXT | TEXTS.get(family, {})
+    config = transformers.AutoConfig.for_model(family, text_config=text, vision_config=TOWERS[family], **TOKENS)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomize(model, seed).save_pretrained(folder)

@@ -46,6 +46,82 @@ def _qwen3_coder(calls: Sequence[Call]) -> str:
     return "\n".join(written)
 
 
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _glm(calls: Sequence[Call], line: str) -> str:
+    written = []
+    for name, given in calls:
+        pairs = (
+            f"<arg_key>{key}</arg_key>{line}<arg_value>{_text(one)}</arg_value>{line}" for key, one in given.items()
+        )
+        written.append(f"<tool_call>{name}{line}{''.join(pairs)}</tool_call>")
+    return line.join(written)
+
+
+def _invokes(
+    calls: Sequence[Call], prefix: str = "", before: str = "", after: str = "", *, is_typed: bool = False
+) -> str:
+    written = []
+    for name, given in calls:
+        lines = [f'{before}<{prefix}invoke name="{name}">']
+        for key, one in given.items():
+            kind = f' string="{str(isinstance(one, str)).lower()}"' if is_typed else ""
+            lines.append(f'<{prefix}parameter name="{key}"{kind}>{_text(one)}</{prefix}parameter>')
+        written.append("\n".join([*lines, f"</{prefix}invoke>{after}"]))
+    return "\n".join(written)
+
+
+def _dsml(calls: Sequence[Call], block: str) -> str:
+    return f"<｜DSML｜{block}>\n{_invokes(calls, '｜DSML｜', is_typed=True)}\n</｜DSML｜{block}>"
+
+
+def _seed_oss(calls: Sequence[Call]) -> str:
+    written = []
+    for name, given in calls:
+        lines = [f"<parameter={key}>{_text(one)}</parameter>" for key, one in given.items()]
+        written.append(
+            "\n".join(["<seed:tool_call>", f"<function={name}>", *lines, "</function>", "</seed:tool_call>"])
+        )
+    return "\n".join(written)
+
+
+def _hy_v3(calls: Sequence[Call]) -> str:
+    of, lines = ":opensource", ["<tool_calls:opensource>"]
+    for name, given in calls:
+        lines.append(f"<tool_call{of}>{name}<tool_sep{of}>")
+        for key, one in given.items():
+            lines += [f"<arg_key{of}>{key}</arg_key{of}>", f"<arg_value{of}>{_text(one)}</arg_value{of}>"]
+        lines.append(f"</tool_call{of}>")
+    return "\n".join([*lines, "</tool_calls:opensource>"])
+
+
+def _minicpm5(calls: Sequence[Call]) -> str:
+    return "\n".join(
+        f'<function name="{name}">'
+        + "".join(f'<param name="{key}">{_text(one)}</param>' for key, one in given.items())
+        + "</function>"
+        for name, given in calls
+    )
+
+
+def _kimi_k2(calls: Sequence[Call]) -> str:
+    written = (
+        f"<|tool_call_begin|>functions.{name}:{place}<|tool_call_argument_begin|>{_text(given)}<|tool_call_end|>"
+        for place, (name, given) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
+
+
+def _cohere_command(calls: Sequence[Call]) -> str:
+    objects = (
+        json.dumps({"tool_call_id": str(place), "tool_name": name, "parameters": given}, ensure_ascii=False)
+        for place, (name, given) in enumerate(calls)
+    )
+    return f"<|START_ACTION|>[\n    {(',' + chr(10) + '    ').join(objects)}\n]<|END_ACTION|>"
+
+
 def _deepseek(calls: Sequence[Call], *, fenced: bool) -> str:
     written = []
     for name, given in calls:
@@ -77,6 +153,34 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "qwen3_coder": _qwen3_coder,
     "deepseek_v3": lambda calls: _deepseek(calls, fenced=True),
     "deepseek_v31": lambda calls: _deepseek(calls, fenced=False),
+    "kimi_k2": _kimi_k2,
+    "glm45": lambda calls: _glm(calls, "\n"),
+    "glm47": lambda calls: _glm(calls, ""),
+    "minimax_m2": lambda calls: f"<minimax:tool_call>\n{_invokes(calls)}\n</minimax:tool_call>",
+    "seed_oss": _seed_oss,
+    "deepseek_v32": lambda calls: _dsml(calls, "function_calls"),
+    "deepseek_v4": lambda calls: _dsml(calls, "tool_calls"),
+    "step3": lambda calls: (
+        "<｜tool_calls_begin｜>\n"
+        + _invokes(calls, "steptml:", "<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>")
+        + "\n<｜tool_calls_end｜>"
+    ),
+    "hy_v3": _hy_v3,
+    "minicpm5": _minicpm5,
+    "hunyuan_a13b": lambda calls: f"<tool_calls>[{', '.join(map(_object, calls))}]</tool_calls>",
+    "minimax_m1": lambda calls: "\n".join(["<tool_calls>", *map(_object, calls), "</tool_calls>"]),
+    "cohere_command": _cohere_command,
+    "phi4_mini_json": lambda calls: f"<|tool_call|>[{', '.join(map(_object, calls))}]<|/tool_call|>",
+    "lfm2": lambda calls: f"<|tool_call_start|>{_pythonic(calls)}<|tool_call_end|>",
+    "olmo3": lambda calls: (
+        f"<function_calls>{chr(10).join(_pythonic([call])[1:-1] for call in calls)}</function_calls>"
+    ),
+    "internlm": lambda calls: "".join(
+        f"<|action_start|><|plugin|>\n{_object(call, arguments='parameters')}<|action_end|>" for call in calls
+    ),
+    "longcat": lambda calls: "\n".join(f"<longcat_tool_call>\n{_object(call)}\n</longcat_tool_call>" for call in calls),
+    "xlam": lambda calls: f"[{', '.join(map(_object, calls))}]",
+    "granite_20b_fc": lambda calls: "\n".join(f"<function_call> {_object(call)}" for call in calls),
     "granite": lambda calls: f"<|tool_call|>[{', '.join(map(_object, calls))}]",
     "gemma4": lambda calls: "".join(
         f"<|tool_call>call:{name}{_gemma4_value(given)}<tool_call|>" for name, given in calls
@@ -85,12 +189,18 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     JSON_IN_TAGS: lambda calls: "\n".join(f"<use>{_object(call, 'tool', 'input')}</use>" for call in calls),
     NAME_THEN_JSON: lambda calls: "\n".join(f">>>{name}::{json.dumps(given)}<<<" for name, given in calls),
 }
-BARE = {"llama3_json", "pythonic"}  # calls stand at the start of an answer
+BARE = {"llama3_json", "pythonic", "xlam"}  # calls stand at the start of an answer
 REASONINGS = {
     "deepseek_r1": "<think>\n{}\n</think>\n\n",
     "qwen3": "<think>\n{}\n</think>\n\n",
     "mistral": "[THINK]{}[/THINK]",
     "granite": "Here is my thought process:\n{}\nHere is my response:\n",
+    "seed_oss": "<seed:think>{}</seed:think>",
+    "cohere_command": "<|START_THINKING|>{}<|END_THINKING|><|START_RESPONSE|>",
+    "ernie45": "<think>\n{}\n</think>\n\n<response>\n",
+    "hunyuan_a13b": "<think>\n{}\n</think>\n<answer>\n",
+    "kimi_vl": "◁think▷{}◁/think▷",
+    "apertus": "<|inner_prefix|>{}<|inner_suffix|>",
     "gemma4": "<|channel>thought\n{}\n<channel|>",
     "harmony": "<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
 }

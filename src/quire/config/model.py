@@ -118,10 +118,11 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """Recurrent layers: gated delta nets, which keep a state of fixed size instead of keys and values.
+    """Recurrent layers, which keep a state of fixed size instead of keys and values. Their inputs pass a causal
+    convolution over `width` tokens, whose last `width` - 1 inputs are part of the state.
 
-    Queries, keys and values first pass a causal convolution over `width` tokens; its last `width` - 1 inputs are part
-    of the state.
+    A gated delta net ("delta") convolves queries, keys and values. A "convolution" is nothing else: it has one key head
+    of no elements, and a value head of one element for each channel.
     """
 
     key_heads: int
@@ -131,6 +132,8 @@ class Recurrent:
     width: int  # tokens in the convolution
     layers: tuple[int, ...]  # the recurrent layers; all others are attention layers
     joined: bool = False  # checkpoints store the input projections interleaved by key head, in two matrices
+    kind: Literal["delta", "convolution"] = "delta"
+    has_bias: bool = False  # of the convolution; of a "convolution" layer: of its projections too
 
     @property
     def key_size(self) -> int:
@@ -252,7 +255,7 @@ class ModelConfig:
     heads: Heads  # of layers without a window; for the others see `local_heads`
     rope: Rope
     norm_eps: float
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

@@ -17,10 +17,31 @@ DEFAULT_PREFILL_TOKENS = 256
 DEFAULT_PREFILL_TIMEOUT = 60.0
 MetricNames = Literal["quire", "vllm", "both"]
 TOOL_PARSERS = (
-    "auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "granite",
-    "gemma4", "harmony",
+    "auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "glm45", "glm47", "kimi_k2", "minimax_m2",
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "seed_oss", "step3", "hy_v3", "minicpm5",
+    "hunyuan_a13b", "minimax_m1", "cohere_command", "phi4_mini_json", "lfm2", "olmo3", "internlm", "longcat", "xlam",
+    "granite_20b_fc", "granite", "gemma4", "harmony",
 )  # fmt: skip
-REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "mistral", "granite", "gemma4", "harmony")
+OTHER_TOOL_PARSERS = {  # names of the same formats in other servers
+    "cohere_command3": "cohere_command", "cohere_command4": "cohere_command", "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32", "ernie45": "hermes", "glm": "glm45",
+    "gpt-oss": "harmony", "granite-20b-fc": "granite_20b_fc", "granite4": "hermes", "jamba": "hunyuan_a13b",
+    "llama3": "llama3_json", "llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "mimo": "qwen3_coder",
+    "minimax": "minimax_m1", "minimax-m2": "minimax_m2", "openai": "harmony", "poolside_v1": "glm45",
+    "qwen": "hermes", "qwen25": "hermes", "qwen3_xml": "qwen3_coder", "step3p5": "qwen3_coder",
+}  # fmt: skip
+REASONING_PARSERS = (
+    "auto", "none", "deepseek_r1", "qwen3", "mistral", "granite", "seed_oss", "cohere_command", "ernie45",
+    "hunyuan_a13b", "kimi_vl", "apertus", "gemma4", "harmony",
+)  # fmt: skip
+OTHER_REASONING_PARSERS = {
+    "cohere_command3": "cohere_command", "cohere_command4": "cohere_command", "deepseek-r1": "deepseek_r1",
+    "deepseek-v3": "qwen3", "deepseek_v3": "qwen3", "deepseek_v4": "qwen3", "glm45": "qwen3", "gpt-oss": "harmony",
+    "holo2": "qwen3", "kimi": "kimi_vl", "kimi_k2": "qwen3", "minimax": "qwen3", "minimax-m2": "qwen3",
+    "minimax_m2": "deepseek_r1", "minimax_m2_append_think": "deepseek_r1", "nemotron_v3": "qwen3",
+    "olmo3": "deepseek_r1", "openai_gptoss": "harmony", "poolside_v1": "qwen3", "step3": "deepseek_r1",
+    "step3p5": "deepseek_r1",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,8 @@ def stage_models(model: ModelConfig, num_stages: int) -> tuple[ModelConfig, ...]
         raise ConfigError(SETTING, "encoders are not divided into stages", "leave it out")
     if model.vision is not None:
         reason = "is not supported for models that take images"
-        raise ConfigError(SETTING, reason, "leave it out, or raise tensor_parallel_size instead")
+        fix = 'leave it out, raise tensor_parallel_size instead, or set limit_mm_per_prompt to {"image": 0}'
+        raise ConfigError(SETTING, reason, fix)
     shares = [share_of(model.num_layers, stage, num_stages) for stage in range(num_stages)]
     stages = tuple(_stage_of(model, share) for share in shares)
     for number, stage in enumerate(stages):

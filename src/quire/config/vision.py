@@ -62,9 +62,17 @@ class Vision:
     frames: int = 2  # frames per patch (video); a still image is repeated
     window: int | None = None  # pixels per side of the attention window, except in `full_blocks`; None: no window
     full_blocks: tuple[int, ...] = ()
-    is_gated: bool = True  # RMSNorm and a gated MLP (Qwen2.5-VL); else LayerNorm and a plain one (Qwen2-VL)
+    is_gated: bool = True  # RMSNorm and a gated MLP (Qwen2.5-VL); else LayerNorm and a plain one
     mean: Channels = USUAL_MEAN  # of pixels in [0, 1]
     std: Channels = USUAL_STD
+    table_side: int = 0  # of the square table of learned positions, which is stretched over an image; 0: none
+    # Blocks whose outputs become further vectors of each token, added to the stream after the decoder's first layers.
+    deep: tuple[int, ...] = ()
+
+
+def is_text_only(limit_mm_per_prompt: Mapping[str, Any] | None) -> bool:
+    """Whether requests may have no image, so that the vision tower need not be loaded."""
+    return limit_mm_per_prompt == {"image": 0}
 
 
 def resolve_images(
@@ -78,7 +86,7 @@ def resolve_images(
     given = {"limit_mm_per_prompt": limit_mm_per_prompt, "mm_processor_kwargs": mm_processor_kwargs}
     known = {"limit_mm_per_prompt": ("image",), "mm_processor_kwargs": ("min_pixels", "max_pixels")}
     for name, values in given.items():
-        if values is None:
+        if values is None or (vision is None and is_text_only(values)):
             continue
         if vision is None:
             raise ConfigError(name, "is about images, and this model takes none", "leave it out")
@@ -108,8 +116,9 @@ def image_bytes(vision: Vision, limits: ImageLimits, hidden_size: int, weight_by
     numbers = 8 * size + 3 * inner + 3 * vision.frames * vision.patch**2
     largest = limits.grid.max_tokens * vision.merge**2
     floats = 6 * size + 3 * vision.frames * vision.patch**2  # rotated queries and keys, and pixels, in float32
+    floats += 3 * size if vision.table_side else 0  # stretched positions
     kept = limits.max_kept_tokens + limits.grid.max_tokens
-    return largest * (numbers * weight_bytes + floats * 4) + kept * hidden_size * weight_bytes
+    return largest * (numbers * weight_bytes + floats * 4) + kept * hidden_size * (1 + len(vision.deep)) * weight_bytes
 
 
 def check_media_path(path: str | None, images: ImageLimits | None) -> None:

@@ -27,6 +27,7 @@ from quire.config.parallel import check_one_rank
 from quire.config.rank_model import models_of_ranks
 from quire.config.resolve import resolve_engine_config
 from quire.config.speculation import DRAFT_MODEL, read_speculation
+from quire.config.vision import is_text_only
 from quire.engine.adapter_fetch import PatientFetch
 from quire.engine.core import EngineCore
 from quire.engine.decoding.grammar import PatientGrammars
@@ -48,7 +49,7 @@ from quire.runtime.loading.model_config import read_model_config
 from quire.runtime.loading.namespace import cache_namespace
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
-from quire.runtime.models.build import count_rank_weights
+from quire.runtime.models.build import count_rank_weights, without_vision
 from quire.runtime.models.registry import ENTRIES, check_drafts, check_generates
 from quire.types.errors import ConfigError, InvalidRequest
 
@@ -221,7 +222,7 @@ def plan_engine(files: ModelFiles, arguments: EngineArguments, *, offline: bool 
 
 
 def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArguments, *, offline: bool) -> PlannedEngine:
-    draft_files = find_draft(arguments)
+    model, draft_files = as_served(model, arguments), find_draft(arguments)
     draft = None if draft_files is None else read_model_config(draft_files)
     if draft is not None:
         check_drafts(draft.architecture)
@@ -233,6 +234,11 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
     modules = read_modules(arguments.lora_modules, enable=arguments.enable_lora)
     free = free_memory(facts, config.device.device)
     return PlannedEngine(files, model, config, memory, draft_files, modules=modules, free_memory=free)
+
+
+def as_served(model: ModelConfig, arguments: EngineArguments) -> ModelConfig:
+    """Return the model without its vision tower if requests may have no images, otherwise unchanged."""
+    return without_vision(model) if model.vision is not None and is_text_only(arguments.limit_mm_per_prompt) else model
 
 
 def free_memory(facts: HardwareFacts, device: str) -> int | None:

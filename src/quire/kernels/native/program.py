@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
-from quire.kernels.delta import DeltaSizes, DeltaWeights
+from quire.kernels.delta import DeltaWeights
 from quire.kernels.native.buffers import lay_out_buffers
 from quire.kernels.native.entries import Call, cut_at_calls
 from quire.kernels.native.loader import TYPES, open_library
@@ -28,6 +28,7 @@ from quire.kernels.native.ops import ACTIVATIONS, doubles, scaled_fields
 from quire.kernels.native.shared_ranks import SharedRanks
 from quire.kernels.native.structures import CAngles, CDelta, COperation, CRun, ProgramStep
 from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear, PackedParts
+from quire.kernels.recurrent import RecurrentSizes
 
 (
     RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES,
@@ -166,14 +167,13 @@ class ProgramWriter:
         """Multiply x by the sigmoid of the last x.width values of each row of `wide`."""
         self._add(GATE_BY, x.buffer, y=wide.buffer, size=x.width, column=wide.width - x.width)
 
-    def delta(self, x: Symbol, gates: Symbol, layer: int, sizes: DeltaSizes, weights: DeltaWeights) -> Symbol:
+    def delta(self, x: Symbol, gates: Symbol, layer: int, sizes: RecurrentSizes, weights: DeltaWeights) -> Symbol:
         """Return the output of a gated delta net. Rows of x are queries, keys, values and output gate; rows of `gates`
         are strengths and decays. `layer` selects the states."""
         mixed, out = self._new(sizes.channels), self._new(sizes.value_size)
         assert x.width == sizes.channels + sizes.value_size
-        packed = CDelta(*sizes, gates.buffer, *(tensor.data_ptr() for tensor in weights[:4]), weights.eps)
-        self._kept += [weights, packed]
-        place = ctypes.addressof(packed)
+        place = self._keep(CDelta(*sizes, gates.buffer, *(tensor.data_ptr() for tensor in weights[:4]), weights.eps))
+        self._kept.append(weights)
         self._add(CONVOLVE, x.buffer, out=mixed.buffer, pointer=place, layer=layer)
         self._add(DELTA, mixed.buffer, y=x.buffer, out=out.buffer, pointer=place, layer=layer, column=sizes.channels)
         self._uses[-1] += (gates.buffer,)

@@ -27,7 +27,7 @@ class ProgramStep:
     given: Any = None  # passed to Python operations
     beside: Tensor | None = None  # [rows, width]: the second input, if the program has one
     states: Sequence[Tensor] = ()  # [slots, elements] float32, of each recurrent layer
-    segments: npt.NDArray[np.int64] | None = None  # [segments, 4] for recurrent layers, see kernels/delta.py
+    segments: npt.NDArray[np.int64] | None = None  # [segments, 4] for recurrent layers, see kernels/recurrent.py
     adapters: tuple[Tensor, Tensor] | None = None  # LoRA slots of all rows and of the selected ones; negative: none
 
 

@@ -10,7 +10,10 @@ from quire.kernels.clamp import Clamp
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Return the activation of x by its name: "silu", "relu", "gelu" (with erf) or "gelu_tanh"."""
+    """Return the activation of x by its name: "silu", "relu", "relu2" (squared), "gelu" (with erf) or
+    "gelu_tanh"."""
+    if activation == "relu2":
+        return F.relu(x).square()
     if activation in ("silu", "relu"):
         return F.silu(x) if activation == "silu" else F.relu(x)
     return F.gelu(x, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])

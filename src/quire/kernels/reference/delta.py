@@ -8,30 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.delta import SAME_RUN, DeltaSizes, DeltaWeights
+from quire.kernels.delta import DeltaWeights
+from quire.kernels.recurrent import RecurrentSizes
+from quire.kernels.reference.convolution import Segment, find_runs, single_tokens
 
-Segment = Sequence[int]  # first token, number of tokens, slot to read, slot to write
 CHUNK = 64  # tokens of a long run that are computed together
 LONG = 16  # runs of fewer tokens are computed token by token
-
-
-def convolve(x: Tensor, weight: Tensor, state: Tensor, segments: Sequence[Segment], sizes: DeltaSizes) -> Tensor:
-    """Return silu of the causal convolution of x [tokens, channels or more] as [tokens, channels]. Updates the last
-    inputs of the convolution in `state` [slots, elements]."""
-    tails = _tails(state, sizes)
-    x, out = x[:, : sizes.channels], torch.zeros(len(x), sizes.channels, dtype=x.dtype, device=x.device)
-    kept = sizes.width - 1
-    for run in _runs(segments):
-        begin, end = run[0][0], run[-1][0] + run[-1][1]
-        tail = torch.zeros_like(tails[0]) if run[0][2] < 0 else tails[run[0][2]]
-        inputs = torch.cat((tail, x[begin:end].float()))  # [kept + tokens, channels]
-        mixed = sum(inputs[place : place + end - begin] * line for place, line in enumerate(weight))
-        assert isinstance(mixed, Tensor)
-        out[begin:end] = F.silu(mixed.to(x.dtype))
-        for first, count, _, slot in run:
-            after = first + count - begin
-            tails[slot] = inputs[after : after + kept]
-    return out
 
 
 def gated_delta(
@@ -41,10 +23,10 @@ def gated_delta(
     weights: DeltaWeights,
     state: Tensor,  # [slots, elements] float32
     segments: Sequence[Segment],
-    sizes: DeltaSizes,
+    sizes: RecurrentSizes,
 ) -> Tensor:  # [tokens, value size]
     """Return the output of each token, RMS-normed per head and multiplied by silu of its gate `z`. Updates `state`."""
-    tokens, matrices = len(mixed), _matrices(state, sizes)
+    tokens, matrices = len(mixed), matrices_of(state, sizes)
     query, key, value = torch.split(mixed.float(), [sizes.key_size, sizes.key_size, sizes.value_size], dim=1)
     shared = sizes.value_heads // sizes.key_heads
     query, key = (_unit(each, sizes).repeat_interleave(shared, dim=1) for each in (query, key))
@@ -52,14 +34,14 @@ def gated_delta(
     strength, pace = ba.float().chunk(2, dim=1)
     strength, decay = strength.sigmoid(), weights.rate * F.softplus(pace + weights.bias)  # [tokens, heads]
     read = torch.zeros(tokens, sizes.value_heads, sizes.value_dim, device=mixed.device)
-    runs = _runs(segments)
-    singles = [run[0] for run in runs if len(run) == 1 and run[0][1] == 1]
-    if singles:
-        mine, _, before, after = torch.tensor(singles, device=mixed.device).T
-        matrix = matrices[before.clamp(min=0)] * (before >= 0).view(-1, 1, 1, 1)
-        (read[mine],), matrices[after] = by_tokens(
-            query[None, mine], key[None, mine], value[None, mine], decay[None, mine], strength[None, mine], matrix
-        )
+    runs = find_runs(segments)
+    singles = single_tokens(runs, mixed.device)
+    if singles is not None:
+        one, before, after, is_set = singles
+        (read[one],), matrices[after] = by_tokens(
+            query[None, one], key[None, one], value[None, one], decay[None, one], strength[None, one],
+            matrices[before].masked_fill_(~is_set.view(-1, 1, 1, 1), 0.0),
+        )  # fmt: skip
     for run in (run for run in runs if len(run) > 1 or run[0][1] > 1):
         matrix = torch.zeros_like(matrices[0]) if run[0][2] < 0 else matrices[run[0][2]].clone()
         for first, count, _, slot in run:
@@ -118,29 +100,11 @@ def _chunk(
     return read, matrix
 
 
-def _unit(x: Tensor, sizes: DeltaSizes) -> Tensor:  # [tokens, key heads, key dim]
+def _unit(x: Tensor, sizes: RecurrentSizes) -> Tensor:  # [tokens, key heads, key dim]
     x = x.view(len(x), sizes.key_heads, sizes.key_dim)
     return x * (x.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def _matrices(state: Tensor, sizes: DeltaSizes) -> Tensor:  # [slots, value heads, key dim, value dim]
+def matrices_of(state: Tensor, sizes: RecurrentSizes) -> Tensor:  # [slots, value heads, key dim, value dim]
     matrices = state[:, : sizes.matrix_numbers]
     return matrices.view(len(state), sizes.value_heads, sizes.key_dim, sizes.value_dim)
-
-
-def _tails(state: Tensor, sizes: DeltaSizes) -> Tensor:  # [slots, width - 1, channels]
-    tails = state[:, sizes.matrix_numbers : sizes.state_numbers]
-    return tails.view(len(state), sizes.width - 1, sizes.channels)
-
-
-def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Group consecutive segments of one sequence into runs. Padding is left out."""
-    runs: list[list[Segment]] = []
-    for segment in segments:
-        if segment[3] < 0:
-            continue
-        if segment[2] == SAME_RUN:
-            runs[-1].append(segment)
-        else:
-            runs.append([segment])
-    return runs

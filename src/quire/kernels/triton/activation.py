@@ -20,13 +20,14 @@ from quire.kernels.triton.launch import (
 )
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu2": 4}  # of an MLP without a gate
 _BLOCK = 1024
 _MOST_AT_ONCE = 16384  # elements of a row held in registers; longer rows are computed twice when quantized
 
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """Apply the activation with this number in `ACTIVATIONS`, float32 -> float32."""
+    """Apply the activation with this number in `PLAIN_ACTIVATIONS`, float32 -> float32."""
     if KIND == 0:
         y = x * tl.sigmoid(x)
     elif KIND == 1:
@@ -35,6 +36,8 @@ def activate(x, KIND: tl.constexpr):
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 0.5 (1 + tanh z) is sigmoid(2 z)
     else:
         y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN, here and below
+        if KIND == 4:
+            y = y * y
     return y
 
 
@@ -129,10 +132,10 @@ def _gate_quantized_kernel(
 
 
 def activate_rows(x: Tensor, activation: str) -> None:
-    """Apply one of ACTIVATIONS to x [rows, size] in place."""
+    """Apply one of PLAIN_ACTIVATIONS to x [rows, size] in place."""
     rows, size = x.shape
     check_rows(x, "x")
-    kind = ACTIVATIONS[activation]
+    kind = PLAIN_ACTIVATIONS[activation]
     if rows == 0:
         return
     block = min(power_of_two(size), _BLOCK)

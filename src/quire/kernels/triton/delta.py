@@ -11,62 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.delta import DeltaSizes, DeltaWeights
+from quire.kernels.delta import DeltaWeights
+from quire.kernels.recurrent import RecurrentSizes
+from quire.kernels.triton.convolution import check_segments
 from quire.kernels.triton.delta_chunks import delta_chunks, norm_and_gate
-from quire.kernels.triton.delta_runs import is_long, log_decay, run_end
 from quire.kernels.triton.launch import check, check_rows, power_of_two
-
-_CHANNELS = 128  # channels per program
-_TOKENS = 16  # tokens convolved at once
-
-
-@triton.jit
-def _convolve_kernel(
-    x_ptr, weight_ptr, state_ptr, spans_ptr, slots_ptr, out_ptr, x_stride, state_stride, num_segments, channels, tail,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Causal convolution and silu over one run, for a block of channels; updates the last inputs in the state."""
-    start = tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < channels
-    KEPT: tl.constexpr = WIDTH - 1
-    source = tl.load(slots_ptr + 2 * start).to(tl.int64)
-    for segment in range(start, run_end(start, num_segments, slots_ptr)):
-        first = tl.load(spans_ptr + 2 * segment).to(tl.int64)
-        count = tl.load(spans_ptr + 2 * segment + 1)
-        written = tl.load(slots_ptr + 2 * segment + 1).to(tl.int64)
-        before_ptr = state_ptr + source * state_stride + tail + channel  # the last inputs before the run
-        for begin in range(0, count, TOKENS):
-            token = begin + tl.arange(0, TOKENS)
-            mixed = tl.zeros((TOKENS, BLOCK), tl.float32)
-            for tap in tl.static_range(WIDTH):
-                place = token - KEPT + tap
-                is_new = (place >= 0) & (token < count)
-                is_old = (place < 0) & (token < count) & (source >= 0)
-                new = tl.load(
-                    x_ptr + (first + place)[:, None] * x_stride + channel[None, :],
-                    mask=is_new[:, None] & inside[None, :], other=0.0,
-                )  # fmt: skip
-                old = tl.load(
-                    before_ptr[None, :] + (place + KEPT)[:, None] * channels,
-                    mask=is_old[:, None] & inside[None, :], other=0.0,
-                )  # fmt: skip
-                weight = tl.load(weight_ptr + tap * channels + channel, mask=inside, other=0.0)
-                mixed += (new.to(tl.float32) + old) * weight[None, :]
-            mixed = mixed.to(out_ptr.dtype.element_ty).to(tl.float32)
-            y = (mixed * tl.sigmoid(mixed)).to(out_ptr.dtype.element_ty)
-            at = out_ptr + (first + token)[:, None] * channels + channel[None, :]
-            tl.store(at, y, mask=(token < count)[:, None] & inside[None, :])
-        for line in tl.static_range(KEPT):  # in ascending order: a state updated in place shifts down by `count` tokens
-            place = count - KEPT + line
-            is_old = inside & (place < 0) & (source >= 0)
-            new = tl.load(x_ptr + (first + place) * x_stride + channel, mask=inside & (place >= 0), other=0.0)
-            old = tl.load(before_ptr + (place + KEPT) * channels, mask=is_old, other=0.0)
-            tl.debug_barrier()
-            to = state_ptr + written * state_stride + tail + line * channels + channel
-            tl.store(to, new.to(tl.float32) + old, mask=inside)
-        tl.debug_barrier()
-        source = written
+from quire.kernels.triton.recurrent_runs import is_long, log_decay, run_end
 
 
 @triton.jit
@@ -120,43 +70,6 @@ def _delta_kernel(
             tl.store(matrix_at + written * state_stride, matrix, mask=has_both)
 
 
-def _check(state: Tensor, spans: Tensor, slots: Tensor, sizes: DeltaSizes) -> None:
-    check_rows(state, "state")
-    check(
-        state.dtype == torch.float32 and state.shape[1] >= sizes.state_numbers,
-        "states are float32 and complete",
-    )
-    check(spans.shape == slots.shape and spans.shape[1:] == (2,), "spans and slots are two numbers per segment")
-    check(spans.is_contiguous() and slots.is_contiguous(), "spans and slots must be contiguous")
-
-
-def convolve_segments(
-    x: Tensor,  # [tokens, channels or more]
-    weight: Tensor,  # [width, channels] float32
-    state: Tensor,  # [slots, elements] float32
-    spans: Tensor,  # [segments, 2] int: first token, tokens
-    slots: Tensor,  # [segments, 2] int: slot read, slot written
-    sizes: DeltaSizes,
-    *,
-    has_chunks: bool,  # segments may have more than one token
-) -> Tensor:  # [tokens, channels]
-    """Return silu of the convolution over each run, which continues from the last inputs in its state. Updates
-    these."""
-    check_rows(x, "x")
-    _check(state, spans, slots, sizes)
-    check(weight.is_contiguous() and weight.shape == (sizes.width, sizes.channels), "weight is [width, channels]")
-    out = torch.empty(len(x), sizes.channels, dtype=x.dtype, device=x.device)
-    if len(spans) == 0:
-        return out
-    block = min(_CHANNELS, power_of_two(sizes.channels))
-    tokens = _TOKENS if has_chunks else 1
-    _convolve_kernel[(len(spans), triton.cdiv(sizes.channels, block))](
-        x, weight, state, spans, slots, out, x.stride(0), state.stride(0), len(spans), sizes.channels,
-        sizes.matrix_numbers, WIDTH=sizes.width, TOKENS=tokens, BLOCK=block, num_warps=4, num_stages=1,
-    )  # fmt: skip
-    return out
-
-
 def delta_segments(
     mixed: Tensor,  # [tokens, channels], contiguous
     qkvz: Tensor,  # [tokens, channels + value size]: the last columns are output gates
@@ -165,13 +78,13 @@ def delta_segments(
     state: Tensor,
     spans: Tensor,
     slots: Tensor,
-    sizes: DeltaSizes,
+    sizes: RecurrentSizes,
     *,
     has_chunks: bool,
 ) -> Tensor:  # [tokens, value size]
     """Return the output of each token, RMS-normed per head and multiplied by silu of its gate. Updates the states."""
     check_rows(qkvz, "qkvz")
-    _check(state, spans, slots, sizes)
+    check_segments(state, spans, slots, sizes)
     check(mixed.is_contiguous() and gates.is_contiguous(), "mixed and gates must be contiguous")
     check(mixed.shape[1] == sizes.channels and gates.shape[1] == 2 * sizes.value_heads, "rows do not fit the sizes")
     out = torch.empty(len(mixed), sizes.value_size, dtype=mixed.dtype, device=mixed.device)

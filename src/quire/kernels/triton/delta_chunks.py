@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.delta import DeltaSizes, DeltaWeights
-from quire.kernels.triton.delta_runs import is_long, log_decay, run_end
+from quire.kernels.delta import DeltaWeights
+from quire.kernels.recurrent import RecurrentSizes
 from quire.kernels.triton.launch import power_of_two, shared_memory
+from quire.kernels.triton.recurrent_runs import is_long, log_decay, run_end
 
 _SMALL: tl.constexpr = tl.constexpr(16)  # rows of a system that are solved sequentially
 _VALUES = 32  # columns of a state per program
@@ -129,8 +130,8 @@ def _norm_kernel(
 
 
 def delta_chunks(
-    mixed: Tensor, gates: Tensor, weights: DeltaWeights, state: Tensor, spans: Tensor, slots: Tensor, sizes: DeltaSizes,
-    read: Tensor,
+    mixed: Tensor, gates: Tensor, weights: DeltaWeights, state: Tensor, spans: Tensor, slots: Tensor,
+    sizes: RecurrentSizes, read: Tensor,
 ) -> None:  # fmt: skip
     """Write the outputs of the tokens of long runs to `read` [tokens, value size] float32. The caller,
     `delta_segments`, checks the arguments."""
@@ -145,7 +146,7 @@ def delta_chunks(
     )  # fmt: skip
 
 
-def norm_and_gate(read: Tensor, z: Tensor, weights: DeltaWeights, sizes: DeltaSizes, out: Tensor) -> None:
+def norm_and_gate(read: Tensor, z: Tensor, weights: DeltaWeights, sizes: RecurrentSizes, out: Tensor) -> None:
     """Write read [tokens, value size], RMS-normed per head and multiplied by silu of z, to `out`."""
     _norm_kernel[(len(read), sizes.value_heads)](
         read, z, weights.norm, out, z.stride(0), weights.eps, HEADS=sizes.value_heads, VALUE_DIM=sizes.value_dim,

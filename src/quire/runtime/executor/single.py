@@ -27,7 +27,7 @@ from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.resolve import ModelFiles
 from quire.runtime.loading.weights import load_weights, randomize_weights
 from quire.runtime.models.base import BaseModel
-from quire.runtime.models.build import build_model
+from quire.runtime.models.build import build_model, describe_weights
 from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
@@ -247,6 +247,8 @@ def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progres
     checkpoint = open_checkpoint(files)
     try:
         model = build_model(config, builder)
+        if config.vision is None and checkpoint.config.vision is not None:  # no request may have images
+            model.elsewhere |= describe_weights(checkpoint.config).keys() - describe_weights(config).keys()
         load_weights(model, checkpoint, progress=progress)
     finally:
         checkpoint.close()

@@ -149,14 +149,14 @@ class DecoderAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
         hidden, heads, bias = config.hidden_size, config.heads_of(layer), config.qkv_bias
-        is_own = config.kv_layer_of(layer) == layer
+        is_own, rope = config.kv_layer_of(layer) == layer, config.rope_of(layer)
         if not is_own:
             self.qkv_proj = build.query_linear("q_proj", hidden, heads, bias=bias)
         elif config.attention_gate:
             self.qkv_proj = build.gated_qkv_linear(hidden, heads, bias=bias)
         else:
             is_twice = config.keys_are_values and config.window_of(layer) is None
-            self.qkv_proj = build.qkv_linear(hidden, heads, bias=bias, keys_are_values=is_twice)
+            self.qkv_proj = build.qkv_linear(hidden, heads, bias=bias, keys_are_values=is_twice, rope=rope)
         has_norm = config.qk_norm or self.norms_values
         which = {"of_keys": is_own, "of_values": is_own and self.norms_values}
         norm = build.head_norm(heads, config.norm_eps, self.norm_offset, **which) if has_norm else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
-from quire.kernels.native.program import Program, ProgramWriter
+from quire.kernels.native.program import Program, ProgramWriter, Symbol
 from quire.kernels.native.structures import ProgramStep
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.native import NativePlan
@@ -44,7 +45,7 @@ class Blocks(nn.ModuleList):
         self._beside = config.num_layers * config.per_layer_input
         self.adapters: ActiveAdapters | None = None  # the step's LoRA adapters, read by linear layers
         self._taps: LayerTaps | None = None  # reads the stream between blocks
-        self._programs: dict[int, Program] = {}  # by the number of blocks
+        self._programs: dict[tuple[int, int], Program] = {}  # by the number of blocks, and of deep features
         self._row_programs: RowPrograms | None = None  # None until `trace_row`: one-row steps run layer by layer
         self._caches: tuple[LayerCache, ...] = ()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (key, value) of these caches
@@ -71,23 +72,26 @@ class Blocks(nn.ModuleList):
             return self._run_program(x, step)
         if self.adapters is not None:
             self.adapters.begin(step.adapters)
-        if self._row_programs is not None and self._row_programs.run(x, step, self._trace_phases):
+        num_deep = _num_deep(step)
+        if not num_deep and self._row_programs is not None and self._row_programs.run(x, step, self._trace_phases):
             return x
-        return cast("Tensor", self._run_layers(x, step))
+        return cast("Tensor", self._run_layers(x, step, num_deep))
 
-    def trace(self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None) -> Program:
+    def trace(
+        self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None, num_deep: int = 0
+    ) -> Program:
         """Return the program of the first `num_layers` layers for caches of this layout, tracing it once. dtype: of the
-        stream."""
+        stream. `num_deep`: layers after which the step adds deep features of images."""
         count = len(self.own[:num_layers])
-        if count not in self._programs:
+        if (count, num_deep) not in self._programs:
             if self.adapters is not None:
                 self.adapters.trace()
             writer, nothing = ProgramWriter(dtype, self._width), torch.empty(0, dtype=torch.int64)
             step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
             if self._beside:
                 step.memo[BESIDE] = writer.beside(self._beside)
-            self._programs[count] = writer.finish(self._run_layers(writer.stream, step))
-        return self._programs[count]
+            self._programs[count, num_deep] = writer.finish(self._run_layers(writer.stream, step, num_deep))
+        return self._programs[count, num_deep]
 
     def trace_row(
         self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None
@@ -111,7 +115,7 @@ class Blocks(nn.ModuleList):
             self.adapters.begin(None)
         return self._run_layers(x, step)
 
-    def _run_layers(self, x: Value, step: ForwardStep) -> Value:
+    def _run_layers(self, x: Value, step: ForwardStep, num_deep: int = 0) -> Value:
         is_triton = not isinstance(x, RowSymbol) and getattr(step.backend, "kernels", None) == "triton"
         rows = step.attention.rows if is_triton else None
         stream = Stream(x, rows, step.memo.get(BESIDE), self.adapters, leaves_pending=is_triton)
@@ -119,6 +123,8 @@ class Blocks(nn.ModuleList):
         for layer, block in enumerate(others):
             self._look(layer, stream, step)
             block(stream, step)
+            if layer < num_deep:
+                _add_deep(layer, stream.settle(), step)
         for layer in range(len(others), len(self.own)):  # a warm-up of the first layers runs all taps
             self._look(layer, stream, step)
         stream.narrow_next(step.wanted)
@@ -131,7 +137,7 @@ class Blocks(nn.ModuleList):
             self._taps.take(layer, stream.settle(), step)
 
     def _run_program(self, x: Tensor, step: ForwardStep) -> Tensor:
-        program = self.trace(step.caches, x.dtype, step.num_layers)
+        program = self.trace(step.caches, x.dtype, step.num_layers, _num_deep(step))
         if self._caches is not step.caches:
             self._caches, self._pairs = step.caches, [(cache.key, cache.value) for cache in step.caches]
         plan: NativePlan = step.attention
@@ -143,6 +149,26 @@ class Blocks(nn.ModuleList):
         states = () if step.states is None else (step.states.layers, step.states.segments)
         given = ProgramStep(slots, tables, plan.spans, step.wanted, self._pairs, angles, step, beside, *states)
         return program.run(x, given if step.adapters is None else replace(given, adapters=_adapter_slots(step)))
+
+
+def _num_deep(step: ForwardStep) -> int:
+    """Return after how many layers deep features of images are added."""
+    return 0 if step.features is None else len(step.features.deep)
+
+
+def _add_deep(layer: int, x: Value, step: ForwardStep) -> None:
+    """Add the deep features of a layer to its output x [tokens, hidden], in place."""
+    if isinstance(x, Symbol):
+        x.writer.call(partial(_call_deep, layer), (x,), 1)
+        return
+    assert step.features is not None
+    x.index_add_(0, step.features.places, step.features.deep[layer])
+
+
+def _call_deep(layer: int, x: Tensor, given: ForwardStep) -> Tensor:
+    """Run inside a program as a Python call. A call must return a tensor; this one is not used."""
+    _add_deep(layer, x, given)
+    return x[:, :1]
 
 
 def _adapter_slots(step: ForwardStep) -> tuple[Tensor, Tensor]:

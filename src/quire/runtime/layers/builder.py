@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.engine import DeviceConfig
-from quire.config.model import Experts, Heads, ModelConfig, Recurrent, Rope
+from quire.config.model import Experts, Heads, ModelConfig, Rope
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
@@ -19,7 +19,6 @@ from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_product
-from quire.runtime.layers.delta import DeltaRule, ungrouped_rows
 from quire.runtime.layers.experts import (
     ExpertScales,
     ExpertSet,
@@ -33,12 +32,12 @@ from quire.runtime.layers.experts import (
 )
 from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads, TritonHeads
 from quire.runtime.layers.latent import LatentAttention, LatentProducts
+from quire.runtime.layers.layer_norm import USUAL_LAYER_NORM, LayerNorm, LayerNormKind
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
 from quire.runtime.layers.modules import (
     Embedding,
     HeadNorm,
-    LayerNorm,
     PositionEmbedding,
     ProjectionNorm,
     RMSNorm,
@@ -49,11 +48,12 @@ from quire.runtime.layers.modules import (
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.quantizing import choose_quantizing_product
+from quire.runtime.layers.recurrent import RecurrentLayers
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention
-from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored
+from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored, stored_for
 from quire.runtime.parallel.expert_sum import expert_sum
 from quire.runtime.parallel.ranks import ALONE, Ranks
 
@@ -65,6 +65,7 @@ TORCH_DTYPES = {
     "int8": torch.int8,
     "int4": torch.uint8,  # two values per byte
 }
+Names = tuple[str, str, str]  # of matrices
 GATED = ("gate_proj", "up_proj", "down_proj")
 QKV = ("q_proj", "k_proj", "v_proj")
 SIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
@@ -163,19 +164,20 @@ class LayerBuilder:
         """Build a linear layer with a bias that is whole on every rank and never quantized."""
         return Linear(inputs, {name: outputs}, True, self._table_product, self.placement)
 
-    def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int) -> Linear:
+    def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int, *, bias: bool = False) -> Linear:
         """Build a convolution over non-overlapping patches, as one gemm per patch. Never quantized."""
         inputs, stored = math.prod(kernel), Stored(kernel=kernel)
-        return Linear(inputs, {name: outputs}, False, self._table_product, self.placement, stored)
+        return Linear(inputs, {name: outputs}, bias, self._table_product, self.placement, stored)
 
     def qkv_linear(
-        self, inputs: int, heads: Heads, *, bias: bool, names: tuple[str, str, str] = QKV, keys_are_values: bool = False
-    ) -> Linear:
-        queries, keys = self._splits.query(heads), self._splits.kv(heads)
+        self, inputs: int, heads: Heads, *, bias: bool, names: Names = QKV, keys_are_values: bool = False,
+        rope: Rope | None = None,  # states whether checkpoints store rotated pairs side by side
+    ) -> Linear:  # fmt: skip
+        queries, keys, stored = self._splits.query(heads), self._splits.kv(heads), stored_for(rope, heads.dim)
         if keys_are_values:
             return KeysAsValues(inputs, queries, keys, bias, self._product, self.placement)
-        outputs = dict(zip(names, (queries, keys, keys), strict=True))
-        return Linear(inputs, outputs, bias, self._product, self.placement)
+        outputs, each = zip(names, (queries, keys, keys), strict=True), (stored, stored, SAME_LAYOUT)
+        return Linear(inputs, dict(outputs), bias, self._product, self.placement, dict(zip(names, each, strict=True)))
 
     def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
         """Build the layer for queries, keys, values and the logits of the output gate. Checkpoints store a head's gate
@@ -204,30 +206,10 @@ class LayerBuilder:
         """Return the split of query heads with `dim` outputs each, for `stacked_linear`."""
         return self._splits.query(heads, dim)
 
-    def delta_linears(self, hidden: int, sizes: Recurrent) -> tuple[Linear, Linear]:
-        """Build a delta net's layer for queries, keys, values and gates, and its layer for strength and decay, which is
-        never quantized."""
-        each, shared = self._splits.recurrent(sizes), sizes.value_heads // sizes.key_heads
-        keys, values, heads, groups = each.keys, each.values, each.value_heads, each.groups
-        if not sizes.joined:
-            wide = {"in_proj_qkv": concat_splits(keys, keys, values), "in_proj_z": values}
-            in_proj = Linear(hidden, wide, False, self._product, self.placement)
-            narrow = {"in_proj_b": heads, "in_proj_a": heads}
-            return in_proj, Router(hidden, narrow, False, self._table_product, self.placement)
-        parts = (sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim)
-        of_group, order = groups.times(sum(parts)), ungrouped_rows(groups.count, parts)
-        in_proj = Linear(hidden, {"in_proj_qkvz": of_group}, False, self._product, self.placement, order=order)
-        of_group, order = groups.times(2 * shared), ungrouped_rows(groups.count, (shared, shared))
-        gates = Router(hidden, {"in_proj_ba": of_group}, False, self._table_product, self.placement, order=order)
-        return in_proj, gates
-
-    def delta_out(self, sizes: Recurrent, hidden: int) -> Linear:
-        """Build the row-parallel output layer of a delta net."""
-        return self._row_linear("out_proj", self._splits.recurrent(sizes).values, hidden, bias=False)
-
-    def delta_rule(self, recurrent: Recurrent, place: int, eps: float) -> DeltaRule:
-        """Build the delta rule of a layer. `place`: the layer's index among the recurrent layers."""
-        return DeltaRule(recurrent, self._splits.recurrent(recurrent), place, eps, self.placement)
+    @property
+    def recurrent(self) -> RecurrentLayers:
+        """The builder of recurrent layers."""
+        return RecurrentLayers(self._splits, self._product, self._table_product, self.placement, self._row_linear)
 
     def gated_mlp(
         self,
@@ -236,7 +218,7 @@ class LayerBuilder:
         activation: str,
         *,
         bias: bool,
-        names: tuple[str, str, str] = GATED,
+        names: Names = GATED,
         clamp: Clamp | None = None,
         reduces: bool = True,
     ) -> GatedMLP:
@@ -250,19 +232,20 @@ class LayerBuilder:
         down_proj = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
         return GatedMLP(gate_up, down_proj, activation, self._ops, clamp)
 
-    def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED, router: str = "gate") -> MoEMLP:
-        """Build a mixture of experts. `names`: an expert's matrices for gate, up and down."""
+    def moe_mlp(self, config: ModelConfig, names: Names = GATED, router: str = "gate", shared: Names = GATED) -> MoEMLP:
+        """Build a mixture of experts. `names` and `shared`: gate, up and down of an expert and of the shared one."""
         settings, hidden, activation = config.experts, config.hidden_size, config.activation
         assert settings is not None
         gate = Router(hidden, {router: settings.num}, settings.has_bias, self._table_product, self.placement)
         experts = self._experts(hidden, settings, activation, names)
-        shared, shared_gate = None, None
+        shared_mlp, shared_gate = None, None
         if settings.shared_size:
-            shared = self.gated_mlp(hidden, settings.shared_size, activation, bias=False, reduces=False)
+            size = settings.shared_size
+            shared_mlp = self.gated_mlp(hidden, size, activation, bias=False, names=shared, reduces=False)
         if settings.shared_has_gate:
             shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self.placement)
         bias = ScoreBias(settings.num, self.placement) if settings.by_sigmoid else None
-        return MoEMLP(gate, experts, settings, shared, shared_gate, bias)
+        return MoEMLP(gate, experts, settings, shared_mlp, shared_gate, bias)
 
     def side_experts(self, config: ModelConfig) -> SideExperts:
         """Build Gemma 4's parallel experts. Checkpoints store the weights of the router's norm times sqrt(hidden)."""
@@ -275,7 +258,7 @@ class LayerBuilder:
         first, second, third = (self.rms_norm(name, hidden, eps) for name in SIDE_NORMS)
         return SideExperts(router, experts, config.experts, (first, second, third))
 
-    def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
+    def _experts(self, hidden: int, settings: Experts, activation: str, names: Names) -> ExpertSet:
         """Build the experts. On the meta device they are stacked even without Triton, because thousands of layers take
         seconds to build."""
         device, splits, triton = self.placement.device, self._splits, self.backend.kernels == "triton"
@@ -294,8 +277,8 @@ class LayerBuilder:
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)
 
-    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        return LayerNorm(name, size, eps, self._ops, self.placement)
+    def layer_norm(self, name: str, size: int, eps: float, kind: LayerNormKind = USUAL_LAYER_NORM) -> LayerNorm:
+        return LayerNorm(name, size, eps, self._ops, self.placement, kind)
 
     def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(name, size, eps, self._ops, self.placement, offset)
@@ -352,9 +335,8 @@ class LayerBuilder:
 
     def latent_products(self, config: ModelConfig) -> LatentProducts:
         assert config.latent is not None
-        return LatentProducts(
-            self._splits.query(config.heads, 1), config.latent, self._heads_product, self.placement
-        )  # fmt: skip
+        queries = self._splits.query(config.heads, 1)
+        return LatentProducts(queries, config.latent, self._heads_product, self.placement)
 
     def latent_attention(self, config: ModelConfig, layer: int) -> LatentAttention:
         latent, scale = config.latent, config.attention_scale

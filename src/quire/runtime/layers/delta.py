@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import Recurrent
-from quire.kernels.delta import DeltaSizes, DeltaWeights
+from quire.kernels.delta import DeltaWeights
 from quire.kernels.native.program import Symbol
-from quire.kernels.reference.delta import convolve, gated_delta
+from quire.kernels.recurrent import RecurrentSizes
+from quire.kernels.reference.convolution import convolve
+from quire.kernels.reference.delta import gated_delta
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.split import RecurrentSplits, Split, concat_splits
 from quire.runtime.layers.step import ForwardStep
@@ -28,7 +30,7 @@ class DeltaRule(WeightLayer):
         heads = (splits.groups.count, splits.value_heads.count)
         dims, self._heads = (recurrent.key_dim, recurrent.value_dim), splits.value_heads
         self._channels = concat_splits(splits.keys, splits.keys, splits.values)  # of the convolution
-        self._sizes = DeltaSizes(*heads, *dims, recurrent.width)
+        self._sizes = RecurrentSizes(*heads, *dims, recurrent.width)
         self._place, self._eps, self._dtype = place, eps, placement.dtype
         self.convolution = placement.empty(self._sizes.channels, 1, recurrent.width, dtype=torch.float32)
         self.of_heads = placement.empty(2, heads[1], dtype=torch.float32)  # A_log and dt_bias
@@ -82,7 +84,8 @@ class DeltaRule(WeightLayer):
         return gated_delta(mixed, qkvz[:, sizes.channels :], ba, weights, state, segments, sizes)
 
     def _by_triton(self, qkvz: Tensor, ba: Tensor, step: ForwardStep) -> Tensor:
-        from quire.kernels.triton.delta import convolve_segments, delta_segments
+        from quire.kernels.triton.convolution import convolve_segments
+        from quire.kernels.triton.delta import delta_segments
 
         states = step.states
         assert states is not None

@@ -1,4 +1,4 @@
-"""Norms, attention sinks, embeddings and the tied output head."""
+"""RMS norms, attention sinks, embeddings and the tied output head."""
 
 from __future__ import annotations
 
@@ -79,37 +79,6 @@ class RMSNorm(WeightLayer):
         else:
             part = x[:, column : column + len(self.weight)]
             part.copy_(self.of(part))
-
-
-class LayerNorm(WeightLayer):
-    """Zero mean and unit variance over the last dimension, computed in float32, then scaled and shifted."""
-
-    def __init__(self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement) -> None:
-        super().__init__()
-        self.weight = placement.empty(2, size)  # weight, bias
-        self.parts = (f"{name}.weight", f"{name}.bias")
-        self._eps, self._ops = eps, ops
-
-    @overload
-    def forward(self, x: Stream) -> Normed: ...
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
-    def forward(self, x: Stream | Tensor) -> Normed | Tensor:  # [tokens, size]
-        return Normed(x, self) if isinstance(x, Stream) else self.of(x)
-
-    def of(self, x: Value) -> Value:
-        return self._ops.layer_norm(x, self.weight.data, self._eps)
-
-    def of_sum(self, x: Tensor, change: Tensor) -> Tensor:
-        return self._ops.layer_norm(x.add_(change), self.weight.data, self._eps)
-
-    def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
-        super().randomize(part, generator, dtype)
-        if part == self.parts[0]:
-            self._part(part).add_(1.0)
-
-    def _part(self, part: str) -> Tensor:
-        return self.weight.data[self.parts.index(part)]
 
 
 class HeadNorm(WeightLayer):

@@ -136,6 +136,8 @@ def _activate(x: Tensor, activation: str) -> Tensor:
     """Return a new tensor."""
     if activation in GELU:
         return F.gelu(x, approximate=GELU[activation])
+    if activation == "relu2":
+        return F.relu(x).square_()
     return F.silu(x) if activation == "silu" else F.relu(x)
 
 

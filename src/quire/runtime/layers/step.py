@@ -28,7 +28,7 @@ class WindowStep:
 @dataclass(frozen=True, slots=True)
 class StateStep:
     """The states of recurrent layers, and which slots each segment of the batch reads and writes. See
-    kernels/delta.py."""
+    kernels/recurrent.py."""
 
     layers: tuple[Tensor, ...]  # [slots, state size] float32, of each recurrent layer
     segments: npt.NDArray[np.int64] | None = None  # [segments, 4], for layers run on the CPU
@@ -39,10 +39,12 @@ class StateStep:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Vectors that replace token embeddings: the vision tower's output for images."""
+    """The vision tower's output for images: vectors that replace token embeddings. `deep`: further vectors that are
+    added to the stream, deep[i] after layer i."""
 
     places: Tensor  # [features], int64: indices of the tokens in the batch
     vectors: Tensor  # [features, hidden]
+    deep: tuple[Tensor, ...] = ()  # each [features, hidden]
 
 
 @dataclass(frozen=True, slots=True)

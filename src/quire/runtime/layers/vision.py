@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from quire.runtime.layers.builder import LayerBuilder
 
 class VisionTower(nn.Module):
     """Base of vision towers. `forward` takes an image's pixels [height, width, 3], uint8, and returns the vectors [rows
-    * columns, hidden] of its tokens, row by row. It keeps no state."""
+    * columns, hidden] of its tokens, row by row; with deep features [rows * columns, hidden * (1 + deep)]. It keeps no
+    state."""
 
 
 class Part(NamedTuple):
@@ -47,6 +49,20 @@ def patch_rotation(rows: int, columns: int, vision: Vision, device: torch.device
     places = torch.stack((down + 0 * across, across + 0 * down), dim=-1).reshape(-1, 2)
     angles = (places[:, :, None].float() * inverse).flatten(1)
     return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
+def stretch_positions(table: Tensor, rows: int, columns: int, merge: int) -> Tensor:  # [patches, size], float32
+    """Return the position vectors of an image's patches in the order of `cut_patches`: a square table [side * side,
+    size] of learned ones, stretched so that its corners fall on those of the image."""
+    side = math.isqrt(len(table))
+    found = table.view(side, side, -1)
+    for axis, count in enumerate((rows * merge, columns * merge)):
+        place = torch.arange(count, device=table.device) * ((side - 1) / max(count - 1, 1))
+        first = place.long().clamp_(max=max(side - 2, 0))
+        share = (place - first).view(-1, 1, 1) if axis == 0 else (place - first).view(1, -1, 1)
+        before, after = (found.index_select(axis, each.clamp(max=side - 1)).float() for each in (first, first + 1))
+        found = torch.lerp(before, after, share)
+    return found.view(rows, merge, columns, merge, -1).transpose(1, 2).reshape(rows * merge * columns * merge, -1)
 
 
 def rotate_patches(x: Tensor, rotation: Tensor) -> Tensor:  # [patches, heads, dim]
@@ -120,14 +136,23 @@ class GatedVisionMLP(nn.Module):
 
 
 class PlainVisionMLP(nn.Module):
-    """fc2(quick_gelu(fc1(x)))."""
+    """second(activation(first(x))). `names`: of the two linear layers in checkpoints."""
 
-    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
+    def __init__(self, vision: Vision, build: LayerBuilder, names: tuple[str, str] = ("fc1", "fc2")) -> None:
         super().__init__()
-        self.fc1 = build.whole_linear("fc1", vision.hidden_size, vision.intermediate_size)
-        self.fc2 = build.whole_linear("fc2", vision.intermediate_size, vision.hidden_size)
+        self.first = build.whole_linear(names[0], vision.hidden_size, vision.intermediate_size)
+        self.second = build.whole_linear(names[1], vision.intermediate_size, vision.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.fc1(x)
-        found: Tensor = self.fc2(inner * torch.sigmoid(1.702 * inner))
+        found: Tensor = self.second(self.activate(self.first(x)))
         return found
+
+    def activate(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
+class QuickVisionMLP(PlainVisionMLP):
+    """Like PlainVisionMLP, with the sigmoid approximation of GELU."""
+
+    def activate(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)

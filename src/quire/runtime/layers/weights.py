@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quire.config.model import Heads
+from quire.config.model import Heads, Rope
 from quire.runtime.layers.split import Split
 from quire.runtime.quantization.region import Region
 from quire.runtime.quantization.weight import StoredWeight
@@ -43,6 +43,7 @@ class Stored:
     grouped: Heads | None = None  # fused qkv by kv head: its queries, its key, its value
     # (head dim, rotated dim): the last `rotated dim` outputs of each head are interleaved pairs, not halves.
     pairs: tuple[int, int] | None = None
+    pairs_lead: bool = False  # the first `rotated dim` outputs are these pairs
     kernel: tuple[int, ...] = ()  # [outputs, *kernel]: a convolution; (): a plain matrix
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,7 +58,7 @@ class Stored:
             return tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor
         tensor = tensor.t() if self.transposed else tensor
         if self.pairs is not None:
-            return _halves(tensor, *self.pairs)
+            return _halves(tensor, *self.pairs, lead=self.pairs_lead)
         if self.grouped is None:
             return tensor
         heads = self.grouped
@@ -86,12 +87,19 @@ class Stored:
 SAME_LAYOUT = Stored()
 
 
-def _halves(tensor: Tensor, dim: int, rotated: int) -> Tensor:
-    """Reorder the last `rotated` rows of each head of `dim` rows from interleaved pairs to halves: even rows, then odd
-    rows."""
-    heads = tensor.reshape(-1, dim, *tensor.shape[1:])
-    kept, paired = heads[:, : dim - rotated], heads[:, dim - rotated :]
-    return torch.cat((kept, paired[:, 0::2], paired[:, 1::2]), dim=1).reshape(tensor.shape)
+def stored_for(rope: Rope | None, dim: int) -> Stored:
+    """Return how a checkpoint stores queries or keys of heads of size `dim` with these rotary positions."""
+    if rope is None or not rope.in_pairs:
+        return SAME_LAYOUT
+    return Stored(pairs=(dim, dim if rope.dim is None else rope.dim), pairs_lead=True)
+
+
+def _halves(tensor: Tensor, dim: int, rotated: int, *, lead: bool) -> Tensor:
+    """Reorder the last (or first) `rotated` rows of each head of `dim` rows from interleaved pairs to halves: even
+    rows, then odd rows."""
+    heads, begin = tensor.reshape(-1, dim, *tensor.shape[1:]), 0 if lead else dim - rotated
+    paired, rest = heads[:, begin : begin + rotated], heads[:, begin + rotated :]
+    return torch.cat((heads[:, :begin], paired[:, 0::2], paired[:, 1::2], rest), dim=1).reshape(tensor.shape)
 
 
 class WeightLayer(nn.Module):

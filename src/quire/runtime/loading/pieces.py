@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ class Piece:
     count: int = 1
     interleaved: bool = False  # whether the pieces' outputs are interleaved, or concatenated
     exponents: str | None = None  # name of the MXFP4 exponents' tensor
+    either_way: bool = False  # `transposed` is to be found from the shape
 
     def shape(self, stored: Shape) -> Shape:
         """Return the piece's shape, given that of the stored tensor."""
@@ -31,6 +32,12 @@ class Piece:
             return stored
         inner = stored[1:][::-1] if self.transposed else stored[1:]
         return (len(range(*self._outputs(inner[0]).indices(inner[0]))), *inner[1:]) if inner else ()
+
+    def turned(self, stored: Shape, wanted: Shape | None) -> Piece:
+        """Return the piece, transposed if only then a tensor of shape `stored` gives one of shape `wanted`."""
+        if not self.either_way or wanted is None or self.shape(stored) == wanted:
+            return self
+        return replace(self, transposed=not self.transposed)
 
     def of_expert(self, values: Tensor) -> Tensor:
         """Return the piece, given its expert's part of the stored tensor."""
@@ -58,5 +65,6 @@ def pieces_of(name: str, stored: str, stacked: Mapping[str, Stacked], num_expert
     for expert in range(num_experts):
         for number, part in enumerate(found.parts):
             transposed = found.transposed and not is_packed  # MXFP4 blocks run along the inputs, which are last
-            piece = Piece(stored, expert, transposed, number, len(found.parts), found.interleaved, exponents)
+            count, either_way = len(found.parts), found.either_way
+            piece = Piece(stored, expert, transposed, number, count, found.interleaved, exponents, either_way)
             yield f"{path}.experts.{expert}.{part}", piece

@@ -118,6 +118,12 @@ def count_weights(config: ModelConfig) -> ModelConfig:
     return replace(config, weights=_describe(config).weights)
 
 
+def without_vision(config: ModelConfig) -> ModelConfig:
+    """Return the config of the model without its vision tower. Allocates nothing."""
+    rope = replace(config.rope, sections=())  # text has the same position on all axes
+    return count_weights(replace(config, vision=None, rope=rope))
+
+
 class _Description(NamedTuple):
     """The tensors that a model's layers declare."""
 

@@ -1,8 +1,8 @@
 """The plain decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP.
 
 Llama 2 and 3, SmolLM2 and Mistral; Qwen2 with q, k and v biases; Qwen3 with q and k head norms. Layers of Mistral,
-Qwen2 and Qwen3 may have windows. Granite scales its residual additions; some layers of SmolLM3 have no rotary
-positions.
+Qwen2 and Qwen3 may have windows. Granite scales its residual additions. Blocks of other families may have layer norms,
+an MLP without a gate, or attention and MLP in parallel.
 """
 
 from __future__ import annotations
@@ -11,61 +11,46 @@ from torch import nn
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
-from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.layer_norm import LayerNormKind
 from quire.runtime.layers.modules import PairedEmbedding
 from quire.runtime.layers.side_inputs import SideInputs
-from quire.runtime.layers.step import ForwardStep
-from quire.runtime.layers.stream import Stream
 from quire.runtime.models import gguf_config
 from quire.runtime.models.base import BaseModel
+from quire.runtime.models.decoder_block import DecoderBlock, stream_norm
 from quire.runtime.models.family import Family, GgufFamily, classifier_of
 from quire.runtime.models.hf_config import (
     read_decoder,
-    read_layers_without_rope,
     read_window,
     read_windows,
     refuse_windows,
 )
-from quire.runtime.models.hf_rope import read_rope
-
-
-class DecoderBlock(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
-        super().__init__()
-        hidden, eps, self._scale = config.hidden_size, config.norm_eps, config.residual_scale
-        self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
-        self.self_attn = DecoderAttention(config, layer, build)
-        self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
-        self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=config.mlp_bias)
-
-    def forward(self, x: Stream, step: ForwardStep) -> None:
-        x.add(self.self_attn(self.input_layernorm(x), step), scale=self._scale)
-        x.add(self.mlp(self.post_attention_layernorm(x)), scale=self._scale)
 
 
 class DecoderStack(nn.Module):
     """Embedding, blocks of a given class, the final norm, and the side inputs if the model has them."""
 
     def __init__(
-        self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module], norm_offset: float = 0.0
-    ) -> None:
+        self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module], norm_offset: float = 0.0,
+        layer_norms: LayerNormKind | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         blocks = (block(config, layer, build) for layer in range(config.num_layers))
         self.layers = Blocks(blocks, config)
         self.side_inputs = SideInputs(config, build) if config.per_layer_input else None
-        self.norm = build.rms_norm("norm", config.hidden_size, config.norm_eps, norm_offset)
+        self.norm = stream_norm(build, "norm", config, norm_offset, layer_norms)
 
 
 class Decoder(BaseModel):
     block: type[nn.Module] = DecoderBlock
     norm_offset = 0.0
+    layer_norms: LayerNormKind | None = None  # of the final norm; None: an RMSNorm
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config)
-        self.model = model = DecoderStack(config, build, self.block, self.norm_offset)
+        self.model = model = DecoderStack(config, build, self.block, self.norm_offset, self.layer_norms)
         self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config)
         self.score = build.label_head("score", config) if config.num_labels else None
         side, table = model.side_inputs, model.embed_tokens
@@ -122,28 +107,11 @@ def read_granite(config: Fields) -> ModelConfig:
     )  # fmt: skip
 
 
-def read_smollm3(config: Fields) -> ModelConfig:
-    without = read_layers_without_rope(config)
-    window = read_window(config, None) if config.flag("use_sliding_window", False) else None
-    bias = config.flag("attention_bias", False)
-    return read_decoder(
-        config, "smollm3", 32_768, num_kv_heads=4, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", False),
-        rope=read_rope(config, config.integer("max_position_embeddings", 32_768), theta=2_000_000.0),
-        tie_word_embeddings=config.flag("tie_word_embeddings", True),
-        layers_without_rope=without,
-        windows=read_windows(config, window, lambda layer: layer in without),
-    )  # fmt: skip
-
-
 LLAMA = Family(name="llama", build=Decoder, read=read_llama, gguf=GgufFamily(has_pairs=True))
 MISTRAL = Family(name="mistral", build=Decoder, read=read_mistral)
 GRANITE = Family(
     name="granite", build=Decoder, read=read_granite,
     gguf=GgufFamily(has_pairs=True, settings=gguf_config.SCALES, read=gguf_config.read_scales),
-)  # fmt: skip
-SMOLLM3 = Family(
-    name="smollm3", build=Decoder, read=read_smollm3,
-    gguf=GgufFamily(has_pairs=True, read=gguf_config.read_layers_without_rope),
 )  # fmt: skip
 QWEN2 = Family(name="qwen2", build=Decoder, read=read_qwen2, gguf=GgufFamily())
 QWEN3 = Family(name="qwen3", build=Decoder, read=read_qwen3, gguf=GgufFamily(qk_norm=True))

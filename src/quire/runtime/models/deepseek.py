@@ -1,6 +1,7 @@
 """DeepSeek V2 and V3: multi-head latent attention, and mixtures of many small experts with shared experts.
 
-V2 ranks experts by a softmax, V3 by sigmoids and a learned bias; both may first select groups of experts.
+V2 ranks experts by a softmax, V3 by sigmoids and a learned bias; both may first select groups of experts. Kimi K2 is
+stored as V3, Kimi K2.5 as V3 within a model for images.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from quire.runtime.layers.stream import Normed, Projected
 from quire.runtime.layers.weights import Stored
 from quire.runtime.models import gguf_deepseek
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import Family, text_model_name
 from quire.runtime.models.hf_config import check_experts, read_decoder, read_groups, refuse_other, refuse_set
 from quire.runtime.models.hf_rope import read_rope, score_scale
 from quire.runtime.models.mixture import QwenMoeBlock
@@ -142,8 +143,9 @@ def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, fi
     return check_experts(config, experts, ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
 
 
-def rename_deepseek(name: str) -> str:
-    return name.replace(".mlp.shared_experts.", ".mlp.shared_expert.")
+def rename_deepseek(name: str) -> str | None:
+    text = text_model_name(name, ("vision_tower.", "mm_projector."))
+    return None if text is None else text.replace(".mlp.shared_experts.", ".mlp.shared_expert.")
 
 
 DEEPSEEK_V2 = Family(
@@ -151,5 +153,5 @@ DEEPSEEK_V2 = Family(
 )
 DEEPSEEK_V3 = Family(
     name="deepseek_v3", build=Deepseek, read=read_deepseek_v3, rename=rename_deepseek, drops_layers=True,
-    gguf=gguf_deepseek.V3,
+    nested="text_config", gguf=gguf_deepseek.V3,
 )  # fmt: skip

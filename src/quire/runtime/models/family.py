@@ -59,12 +59,14 @@ class Stacked:
     outputs].
 
     `parts`: what it contains for each expert. The outputs of several parts are concatenated, or
-    alternate if `interleaved`. `transposed`: stored as [experts, inputs, outputs].
+    alternate if `interleaved`. `transposed`: stored as [experts, inputs, outputs]. `either_way`: whether it is
+    transposed shows in its shape.
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
+    either_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class GgufFamily:
     number. `has_pairs`: files interleave each head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...).
     `ungrouped`: the layer that files store as all queries, all keys, all values, where checkpoints interleave them by
     group. `transposed`: checkpoints store matrices transposed and files do not. `norm_offset`: files store norm weights
-    plus this. `qk_norm`: query and key heads are normed, which the metadata does not record.
+    plus this. `qk_norm`: query and key heads are normed, which the metadata does not record; None: if a file has the
+    norms' weights.
 
     `read` completes a config from `settings`, the metadata keys that only this family has. `whole` replaces per-layer
     values by one value, for the reader that all families share. `rename` adjusts a name that depends on the config.
@@ -89,7 +92,7 @@ class GgufFamily:
     ungrouped: str | None = None
     transposed: bool = False
     norm_offset: float = 0.0
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     settings: frozenset[str] = frozenset()
     read: Callable[[Fields, ModelConfig], ModelConfig] | None = None
     whole: Callable[[Fields], Fields] | None = None
@@ -125,9 +128,12 @@ def with_module_path(name: str, places: Mapping[str, tuple[str, ...]]) -> str:
 
 def is_unread(config: ModelConfig, name: str) -> bool:
     """Whether no layer reads a tensor. Checkpoints store keys and values of layers that read those of other layers, and
-    EAGLE heads with the full vocabulary may still store a token map (d2t)."""
+    towers that their config does not describe; EAGLE heads with the full vocabulary may still store a token map
+    (d2t)."""
     if config.eagle is not None and name == "d2t":
         return config.eagle.vocab_size == config.vocab_size
+    if config.vision is None and name.startswith("visual."):
+        return True
     found = config.kv_layers and _OWN_KEYS.fullmatch(name)
     layer = int(found[1]) if found else -1
     return 0 <= layer < config.num_layers and config.kv_layer_of(layer) != layer

@@ -71,7 +71,7 @@ class GemmaBlock(nn.Module):
 
 
 class Gemma(Decoder):
-    block = GemmaBlock
+    block: type[nn.Module] = GemmaBlock
     norm_offset = NORM_OFFSET
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:

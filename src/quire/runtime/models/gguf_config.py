@@ -9,7 +9,7 @@ import numpy as np
 
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig, Rope
-from quire.runtime.models.hf_config import check_experts, read_kv_layers
+from quire.runtime.models.hf_config import check_experts, read_groups, read_kv_layers
 
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 LOCAL_THETA, LOGIT_CAP = "rope.freq_base_swa", "final_logit_softcapping"
@@ -18,6 +18,11 @@ NORMALIZED = "expert_weights_norm"
 SHARED_SIZE = "expert_shared_feed_forward_length"
 SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})  # read by `read_scales`
 GATING, SIGMOID = "expert_gating_func", 2  # how experts are ranked: softmax (1) or sigmoid (2)
+_DENSE, _NUM_SHARED, _SCALE = "leading_dense_block_count", "expert_shared_count", "expert_weights_scale"
+_GROUPS = ("expert_group_count", "expert_group_used_count")
+GROUPED_EXPERTS = frozenset(
+    {*EXPERTS, NORMALIZED, GATING, _DENSE, _NUM_SHARED, _SCALE, *_GROUPS}
+)  # by the reader below
 DRAFT_LAYERS = "nextn_predict_layers"  # how many of the last layers draft tokens
 _MOST_DRAFT_LAYERS = 64  # bound before the number of layers is checked
 _LOCAL_DIM, _SHARED = "attention.key_length_swa", "attention.shared_kv_layers"
@@ -27,7 +32,10 @@ _KV_HEADS, _INNER = "attention.head_count_kv", "feed_forward_length"
 
 
 def read_windows(fields: Fields, every: int, usual: int | None = None) -> tuple[int | None, ...]:
-    """Return the window of each layer: every `every`-th layer has none. `usual`: the window if a file stores none."""
+    """Return the window of each layer: every `every`-th layer has none, unless a file lists which layers have one.
+    `usual`: the window if a file stores none."""
+    if isinstance(fields.raw(PATTERN), list):
+        return read_listed_windows(fields)
     window, every = fields.integer(WINDOW, usual, least=1), fields.integer(PATTERN, every, least=1)
     return tuple(None if (layer + 1) % every == 0 else window for layer in range(fields.integer("block_count")))
 
@@ -50,6 +58,28 @@ def read_experts(fields: Fields, size: int | None = None, **rest: Any) -> Expert
     num, num_used, inner = EXPERTS
     experts = Experts(fields.integer(num), fields.integer(num_used), fields.integer(inner, size), **rest)
     return check_experts(fields, experts, EXPERTS)
+
+
+def read_grouped_experts(
+    fields: Fields, num_layers: int, size: int | None = None, *, by_sigmoid: bool, is_normalized: bool = False
+) -> Experts:
+    """Read experts that may be divided into groups, with shared experts and first layers without experts. `size` and
+    `is_normalized`: what holds if a file does not store it."""
+    some = read_experts(
+        fields, size, by_sigmoid=by_sigmoid, is_normalized=fields.flag(NORMALIZED, is_normalized),
+        scale=fields.number(_SCALE, 1.0),
+        dense_layers=tuple(range(min(fields.integer(_DENSE, 0, least=0), num_layers))),
+    )  # fmt: skip
+    some = replace(some, shared_size=some.size * fields.integer(_NUM_SHARED, 0, least=0))
+    return read_groups(fields, some, _GROUPS, num=1, used=1)
+
+
+def read_sigmoid_experts(fields: Fields, config: ModelConfig, *, is_normalized: bool = False) -> ModelConfig:
+    """Add experts that are ranked by sigmoids and a learned bias."""
+    if fields.integer(GATING, SIGMOID) != SIGMOID:
+        raise fields.refuse(GATING, f"must be {SIGMOID} (sigmoid)")
+    experts = read_grouped_experts(fields, config.num_layers, by_sigmoid=True, is_normalized=is_normalized)
+    return replace(config, experts=experts)
 
 
 def read_scales(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -95,6 +125,14 @@ def whole_numbers(fields: Fields, windows: tuple[int | None, ...]) -> Fields:
     if len(full) != 1 or len(local) > 1:
         raise fields.refuse(_KV_HEADS, "must be the same for all layers of a kind")
     return fields.changed({_KV_HEADS: full.pop(), _INNER: sizes[0]})
+
+
+def heads_where_present(fields: Fields) -> Fields:
+    """Replace per-layer counts of key/value heads, which are 0 for layers without attention, by one value."""
+    found = set(fields.integers(_KV_HEADS, fields.integer("block_count"))) - {0}
+    if len(found) != 1:
+        raise fields.refuse(_KV_HEADS, "must be the same for all layers with attention, of which there must be one")
+    return fields.changed({_KV_HEADS: found.pop()})
 
 
 def read_layers(fields: Fields, config: ModelConfig, windows: tuple[int | None, ...]) -> dict[str, Any]:

@@ -13,18 +13,14 @@ import torch
 from torch import Tensor
 
 from quire.config.fields import Fields
-from quire.config.model import Experts, Heads, Latent, ModelConfig, Rope
+from quire.config.model import Heads, Latent, ModelConfig, Rope
 from quire.runtime.models import gguf_config
 from quire.runtime.models.family import GGUF_EXPERTS, GGUF_INNER, GgufFamily
 from quire.runtime.models.gguf_layout import Rearranged
-from quire.runtime.models.hf_config import read_groups
 from quire.runtime.models.hf_rope import score_scale
 
 _RANK, _QUERY_RANK = "attention.kv_lora_rank", "attention.q_lora_rank"
 _KEY, _VALUE, _ROPE = "attention.key_length", "attention.value_length", "rope.dimension_count"
-_DENSE, _SHARED = "leading_dense_block_count", "expert_shared_count"
-_SCALE, _NORM = "expert_weights_scale", "expert_weights_norm"
-_GROUPS = ("expert_group_count", "expert_group_used_count")
 _MAGNITUDE = "rope.scaling.yarn_log_multiplier"  # mscale_all_dim / 10
 _SOFTMAX = 1  # a value of `gguf_config.GATING`
 
@@ -32,8 +28,8 @@ _SOFTMAX = 1  # a value of `gguf_config.GATING`
 def read_v2(fields: Fields, config: ModelConfig) -> ModelConfig:
     """Complete the config of DeepSeek V2. Expert weights are not normalized to sum 1, as in Hugging Face's
     checkpoints."""
-    if fields.flag(_NORM, False):
-        raise fields.refuse(_NORM, "weights of experts that rank by a softmax are not normalized")
+    if fields.flag(gguf_config.NORMALIZED, False):
+        raise fields.refuse(gguf_config.NORMALIZED, "weights of experts that rank by a softmax are not normalized")
     if fields.integer(gguf_config.GATING, _SOFTMAX) not in (0, _SOFTMAX):
         raise fields.refuse(gguf_config.GATING, "must be 1 (softmax) or 2 (sigmoid)")
     return _read_latent_decoder(fields, config, by_sigmoid=False)
@@ -51,7 +47,7 @@ def _read_latent_decoder(fields: Fields, config: ModelConfig, *, by_sigmoid: boo
         heads=Heads(config.heads.num_query, 1, latent.rank + latent.rope_dim, latent.rank),
         rope=rope,
         attention_scale=latent.query_dim**-0.5 * score_scale(rope),
-        experts=_read_experts(fields, config.num_layers, by_sigmoid=by_sigmoid),
+        experts=gguf_config.read_grouped_experts(fields, config.num_layers, by_sigmoid=by_sigmoid),
     )
 
 
@@ -73,16 +69,6 @@ def _read_rope(fields: Fields, config: ModelConfig) -> Rope:
         return rope
     size = round(magnitude * 10, 6)  # files store 32-bit floats
     return replace(rope, scaling=(*rope.scaling, ("mscale", size), ("mscale_all_dim", size)))
-
-
-def _read_experts(fields: Fields, num_layers: int, *, by_sigmoid: bool) -> Experts:
-    some = gguf_config.read_experts(
-        fields, by_sigmoid=by_sigmoid, is_normalized=fields.flag(_NORM, False),
-        scale=fields.number(_SCALE, 1.0),
-        dense_layers=tuple(range(min(fields.integer(_DENSE, 0, least=0), num_layers))),
-    )  # fmt: skip
-    some = replace(some, shared_size=some.size * fields.integer(_SHARED, 0, least=0))
-    return read_groups(fields, some, _GROUPS, num=1, used=1)
 
 
 def whole_heads(fields: Fields) -> Fields:
@@ -127,8 +113,8 @@ V2 = GgufFamily(
     inner=_INNER,
     settings=frozenset(
         {
-            _RANK, _QUERY_RANK, f"{_KEY}_mla", f"{_VALUE}_mla", _DENSE, _SHARED, _SCALE, _NORM, *_GROUPS, _MAGNITUDE,
-            gguf_config.GATING, gguf_config.DRAFT_LAYERS, *gguf_config.EXPERTS,
+            _RANK, _QUERY_RANK, f"{_KEY}_mla", f"{_VALUE}_mla", _MAGNITUDE, gguf_config.DRAFT_LAYERS,
+            *gguf_config.GROUPED_EXPERTS,
         }
     ),
     read=read_v2, whole=whole_heads, rearrange=rearrange,

@@ -10,10 +10,10 @@ from quire.config.fields import Fields
 from quire.config.model import Encoder, Experts, Heads, ModelConfig, Recurrent, Rope
 from quire.runtime.models.hf_rope import read_rope
 
-SLIDING, FULL = "sliding_attention", "full_attention"  # values of `layer_types`
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"  # values of `layer_types`
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 GATED = ("silu", "gelu", "gelu_tanh")  # activations of gated MLPs
-PLAIN = (*GATED, "relu")  # activations of plain MLPs
+PLAIN = (*GATED, "relu", "relu2")  # activations of plain MLPs
 MOST_EXPERTS = 1_024
 _ACTIVATIONS = {
     "silu": "silu",
@@ -23,6 +23,7 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -49,7 +50,7 @@ def read_decoder(
         "heads": fields.pop("heads", None) or read_heads(config, num_kv_heads, head_dim),
         "rope": fields.pop("rope", None) or read_rope(config, max_position),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "activation": read_activation(config, GATED),
+        "activation": fields.pop("activation", None) or read_activation(config, GATED),
         "tie_word_embeddings": config.flag("tie_word_embeddings", False),
     }
     return ModelConfig(**(numbers | fields))
@@ -250,6 +251,25 @@ def read_groups(
     if experts.by_sigmoid and used < num and experts.num < 2 * num:
         raise config.refuse(keys[0], "a group must have two experts at least")
     return replace(experts, num_groups=num, groups_used=used)
+
+
+def read_recurrent_layers(config: Fields, kind: str, attends: Callable[[int], bool]) -> tuple[int, ...]:
+    """Return the recurrent layers from `layer_types`, where they are of this kind; if that is missing, those for which
+    `attends(layer)` is false."""
+    count = config.integer("num_hidden_layers")
+    kinds = config.raw("layer_types") or [FULL if attends(layer) else kind for layer in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or any(each not in (kind, FULL) for each in kinds):
+        raise config.refuse("layer_types", f"must be {kind} or {FULL} for each of {count} layers")
+    if FULL not in kinds:
+        raise config.refuse("layer_types", "a model without attention is not supported")
+    return tuple(layer for layer in range(count) if kinds[layer] == kind)
+
+
+def check_width(config: Fields, key: str, width: int) -> int:
+    """Return the width of a convolution in tokens if it is in range."""
+    if not 2 <= width <= 8:
+        raise config.refuse(key, f"must be in [2, 8], is {width}")
+    return width
 
 
 def check_recurrent(config: Fields, sizes: Recurrent, keys: Sequence[str]) -> Recurrent:

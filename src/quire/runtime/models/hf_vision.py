@@ -2,83 +2,154 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from quire.config.fields import Fields
 from quire.config.vision import FEWEST_TOKENS, USUAL_MEAN, USUAL_STD, Channels, ImageGrid, Vision
 from quire.runtime.loading.hf.json_file import read_json
+from quire.runtime.models.hf_config import refuse_other
 
+MROPE = ("mrope_section", "mrope_interleaved")  # rope parameters about the axes of positions
 PREPROCESSOR, PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json", "image_processor"
 _IMAGE_TOKEN = 151_655  # the default of config.json
 _BICUBIC, _RESCALE = 3, 1 / 255
-_MOST_PIXELS = 16_384 * 28 * 28  # the most of any published model
+_MOST_TOKENS = 16_384  # of an image, the most of any published model
+_TOWER_THETA = 10_000.0  # of the towers' rotary positions
 _SIZES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}  # keys of `size`; the edges are pixel counts too
 
 
-def read_sections(config: Fields) -> tuple[tuple[int, ...], Fields]:
-    """Return how many pairs rotate by each axis, and the config without this setting."""
+def read_sections(config: Fields, *, interleaved: bool = False) -> tuple[tuple[int, ...], Fields]:
+    """Return how many pairs rotate by each axis, and the config without this setting. `interleaved`: neighbouring pairs
+    rotate by different axes while there are such pairs."""
     where = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
     rope = config.raw(where)
     if not isinstance(rope, dict) or not isinstance(rope.get("mrope_section"), list):
         raise config.refuse(f"{where}.mrope_section", "is missing")
     sections = rope["mrope_section"]
-    if len(sections) % 3 or any(type(number) is not int or number < 1 for number in sections):
+    if len(sections) % 3 or any(type(number) is not int or number < 1 - interleaved for number in sections):
         raise config.refuse(f"{where}.mrope_section", "must hold whole numbers for three axes")
-    plain = {key: "default" if value == "mrope" else value for key, value in rope.items() if key != "mrope_section"}
+    if rope.get("mrope_interleaved", interleaved) is not interleaved:
+        raise config.refuse(f"{where}.mrope_interleaved", f"only {str(interleaved).lower()} is supported")
+    if interleaved:
+        sections = _interleave(sections)
+        if not sections:
+            raise config.refuse(f"{where}.mrope_section", f"{rope['mrope_section']} pairs cannot alternate")
+    plain = {key: "default" if value == "mrope" else value for key, value in rope.items() if key not in MROPE}
     return tuple(sections), Fields(config.file, {**config.values, where: plain})
 
 
+def _interleave(sections: list[int]) -> list[int]:
+    """Return the sections, in the sense of `Rope.sections`, of pairs that alternate between the axes; where an axis has
+    no more pairs, time gets them. []: the numbers of pairs do not fit that."""
+    if len(sections) != 3:
+        return []
+    axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(sum(sections))]
+    found: list[int] = []
+    for axis in axes:
+        found += [0] * ((axis - len(found)) % 3) + [1]
+    return found if [axes.count(axis) for axis in range(3)] == sections else []
+
+
 def read_vision(config: Fields, hidden_size: int, *, is_gated: bool) -> Vision:
-    """Read the vision tower. `hidden_size`: of the decoder. `is_gated`: see Vision."""
+    """Read the tower of Qwen2-VL or Qwen2.5-VL. `hidden_size`: of the decoder. `is_gated`: see Vision."""
+    tower = vision_fields(config)
+    size = tower.integer("hidden_size" if is_gated else "embed_dim", 1_280)
+    out = tower.integer("out_hidden_size" if is_gated else "hidden_size", hidden_size)
+    inner = tower.integer("intermediate_size", 3_420) if is_gated else int(size * tower.number("mlp_ratio", 4))
+    refuse_other(tower, "hidden_act", "silu" if is_gated else "quick_gelu")
+    vision = _read_tower(config, tower, (32, size, inner, 14), _IMAGE_TOKEN)
+    _check_out(tower, out, hidden_size)
+    window, full = None, tuple[int, ...]()
+    if is_gated:
+        window, full = tower.integer("window_size", 112), _read_blocks(tower, "fullatt_block_indexes", (7, 15, 23, 31))
+        if window < vision.grid.unit or window % vision.grid.unit:
+            raise tower.refuse("window_size", f"must be a multiple of {vision.grid.unit}, is {window}")
+    return replace(vision, window=window, full_blocks=full, is_gated=is_gated)
+
+
+def read_qwen3_vision(config: Fields, hidden_size: int, *, num_layers: int = 0, token: int = _IMAGE_TOKEN) -> Vision:
+    """Read the tower of Qwen3-VL. `hidden_size` and `num_layers`: of the decoder; without layers the tower has no deep
+    features. `token`: the default of `image_token_id`."""
+    tower = vision_fields(config)
+    size, inner = tower.integer("hidden_size", 1_152), tower.integer("intermediate_size", 4_304)
+    refuse_other(tower, "hidden_act", "gelu_pytorch_tanh")
+    _check_out(tower, tower.integer("out_hidden_size", 3_584), hidden_size)
+    vision = _read_tower(config, tower, (27, size, inner, 16), token)
+    places = tower.integer("num_position_embeddings", 2_304)
+    side = math.isqrt(max(places, 0))
+    if not side or side * side != places:
+        raise tower.refuse("num_position_embeddings", f"must be a square number, is {places}")
+    deep = _read_blocks(tower, "deepstack_visual_indexes", (8, 16, 24) if num_layers else ())
+    if len(set(deep)) != len(deep) or any(not 0 <= block < vision.depth for block in deep):
+        raise tower.refuse("deepstack_visual_indexes", f"must name blocks below {vision.depth}, each once")
+    if len(deep) >= max(num_layers, 1):
+        reason = f"are {len(deep)} blocks, only {max(num_layers, 1) - 1} are supported by the decoder's layers"
+        raise tower.refuse("deepstack_visual_indexes", reason)
+    return replace(vision, is_gated=False, table_side=side, deep=deep)
+
+
+def vision_fields(config: Fields) -> Fields:
+    """Return the settings of the vision tower."""
     values = config.raw("vision_config")
     if not isinstance(values, dict):
         raise config.refuse("vision_config", "is missing")
-    tower = Fields(config.file, {f"vision_config.{key}": value for key, value in values.items()}, "vision_config.")
-    size = tower.integer("hidden_size" if is_gated else "embed_dim", 1_280)
-    out = tower.integer("out_hidden_size" if is_gated else "hidden_size", hidden_size)
+    return Fields(config.file, {f"vision_config.{key}": value for key, value in values.items()}, "vision_config.")
+
+
+def _check_out(tower: Fields, out: int, hidden_size: int) -> None:
     if out != hidden_size:
         raise tower.refuse("out_hidden_size", f"is {out}, and the decoder's hidden_size {hidden_size}")
+
+
+def _read_tower(config: Fields, tower: Fields, usual: tuple[int, int, int, int], token: int) -> Vision:
+    """Read what the towers of all Qwen models have, and how images are prepared. `usual`: depth, sizes of patches'
+    vectors and of their MLP (both given), and the default size of a patch."""
+    depth, size, inner, patch = usual
     for key in ("in_channels", "in_chans"):
         if tower.integer(key, 3) != 3:
             raise tower.refuse(key, "must be 3")
-    activation = tower.text("hidden_act", "silu" if is_gated else "quick_gelu")
-    if activation != ("silu" if is_gated else "quick_gelu"):
-        raise tower.refuse("hidden_act", f"{activation!r} is not supported")
+    _refuse_rope(tower)
     patch, merge, frames = (
-        tower.integer(key, usual)
-        for key, usual in (("patch_size", 14), ("spatial_merge_size", 2), ("temporal_patch_size", 2))
+        tower.integer(key, default)
+        for key, default in (("patch_size", patch), ("spatial_merge_size", 2), ("temporal_patch_size", 2))
     )
-    heads = tower.integer("num_heads", 16)
-    sizes = {"depth": tower.integer("depth", 32), "num_heads": heads, "patch_size": patch, "spatial_merge_size": merge}
-    for key, value in (sizes | {"temporal_patch_size": frames, "hidden_size": size}).items():
+    heads, depth = tower.integer("num_heads", 16), tower.integer("depth", depth)
+    sizes = {"depth": depth, "num_heads": heads, "patch_size": patch, "spatial_merge_size": merge}
+    sizes |= {"temporal_patch_size": frames, "hidden_size": size, "intermediate_size": inner}
+    for key, value in sizes.items():
         if not 1 <= value <= 65_536:
             raise tower.refuse(key, f"must be in [1, 65536], is {value}")
     if size % heads or size // heads % 4:
         raise tower.refuse("num_heads", f"hidden size {size} is not {heads} heads whose size is a multiple of 4")
-    window, full = None, tuple[int, ...]()
-    if is_gated:
-        window, full = tower.integer("window_size", 112), _read_full(tower)
-        if window < patch * merge or window % (patch * merge):
-            raise tower.refuse("window_size", f"must be a multiple of {patch * merge}, is {window}")
-    inner = tower.integer("intermediate_size", 3_420) if is_gated else int(size * tower.number("mlp_ratio", 4))
     unit, image = patch * merge, _read_images(config, patch, merge, frames)
-    token_id = config.integer("image_token_id", _IMAGE_TOKEN)
+    token_id = config.integer("image_token_id", token)
     if not 0 <= token_id < config.integer("vocab_size"):
         raise config.refuse("image_token_id", f"is {token_id}, which is no token of the vocabulary")
     grid = ImageGrid(token_id, unit, *_read_pixels(image, unit))
     mean, std = _read_channels(image, "image_mean", USUAL_MEAN), _read_channels(image, "image_std", USUAL_STD)
-    return Vision(grid, sizes["depth"], size, inner, heads, patch, merge, frames, window, full, is_gated, mean, std)
+    return Vision(grid, depth, size, inner, heads, patch, merge, frames, mean=mean, std=std)
 
 
-def _read_full(tower: Fields) -> tuple[int, ...]:
-    """Return the blocks whose patches attend to the whole image."""
-    full = tower.raw("fullatt_block_indexes")
-    if full is None:
-        return (7, 15, 23, 31)
-    if not isinstance(full, list) or any(type(block) is not int for block in full):
-        raise tower.refuse("fullatt_block_indexes", "must be a list of whole numbers")
-    return tuple(full)
+def _refuse_rope(tower: Fields) -> None:
+    """Refuse other rotary positions than all published towers have."""
+    rope = tower.raw("rope_parameters") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", "axial") not in ("axial", "default"):
+        raise tower.refuse("rope_parameters", "only axial positions are supported")
+    if rope.get("rope_theta", _TOWER_THETA) != _TOWER_THETA:
+        raise tower.refuse("rope_parameters.rope_theta", f"must be {_TOWER_THETA:.0f}, is {rope['rope_theta']}")
+
+
+def _read_blocks(tower: Fields, key: str, usual: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a list of blocks of the tower."""
+    blocks = tower.raw(key)
+    if blocks is None:
+        return usual
+    if not isinstance(blocks, list) or any(type(block) is not int for block in blocks):
+        raise tower.refuse(key, "must be a list of whole numbers")
+    return tuple(blocks)
 
 
 def _read_images(config: Fields, patch: int, merge: int, frames: int) -> Fields:
@@ -116,8 +187,9 @@ def _read_pixels(image: Fields, unit: int) -> tuple[int, int]:
         raise image.refuse("size", "may hold shortest_edge and longest_edge, in pixels, and nothing else")
     least = image.optional_integer("min_pixels") or given.get("shortest_edge") or given.get("min_pixels") or 56 * 56
     most = image.optional_integer("max_pixels") or given.get("longest_edge") or given.get("max_pixels") or 28**2 * 1280
-    if type(least) is not int or type(most) is not int or not 0 < least <= most <= _MOST_PIXELS:
-        raise image.refuse("max_pixels", f"must be at least min_pixels and at most {_MOST_PIXELS}")
+    bound = _MOST_TOKENS * unit**2
+    if type(least) is not int or type(most) is not int or not 0 < least <= most <= bound:
+        raise image.refuse("max_pixels", f"must be at least min_pixels and at most {bound}")
     return max(least, FEWEST_TOKENS * unit**2), max(most, FEWEST_TOKENS * unit**2)
 
 

@@ -1,6 +1,7 @@
 """The plain decoder with a mixture of experts in place of the MLP.
 
-Mixtral; Qwen3-MoE with q and k head norms; Qwen2-MoE with q, k and v biases and a shared expert.
+Mixtral; Qwen3-MoE with q and k head norms; Qwen2-MoE with q, k and v biases and a shared expert. Other families use the
+blocks with their own attention and names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import nn
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig
 from quire.runtime.layers.attention import DecoderAttention
-from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.builder import GATED, LayerBuilder
 from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.step import ForwardStep
@@ -22,20 +23,25 @@ from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import GGUF_EXPERTS, GGUF_INNER, Family, GgufFamily
 from quire.runtime.models.gguf_layout import shared_gates
 from quire.runtime.models.hf_config import check_experts, read_decoder, read_window, read_windows, refuse_windows
+from quire.runtime.models.hf_experts import read_qwen_experts
 
 
 class MixtralBlock(nn.Module):
+    attention: type[nn.Module] = DecoderAttention
+    names = ("w1", "w3", "w2")  # of an expert's matrices
+    shared = GATED  # of the shared expert's
+
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
-        hidden, eps = config.hidden_size, config.norm_eps
+        hidden, eps, self._scale = config.hidden_size, config.norm_eps, config.residual_scale
         self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
-        self.self_attn = DecoderAttention(config, layer, build)
+        self.self_attn = self.attention(config, layer, build)
         self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
-        self.block_sparse_moe = build.moe_mlp(config, names=("w1", "w3", "w2"))
+        self.block_sparse_moe = build.moe_mlp(config, self.names, shared=self.shared)
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
-        x.add(self.self_attn(self.input_layernorm(x), step))
-        x.add(self.block_sparse_moe(self.post_attention_layernorm(x)))
+        x.add(self.self_attn(self.input_layernorm(x), step), scale=self._scale)
+        x.add(self.block_sparse_moe(self.post_attention_layernorm(x)), scale=self._scale)
 
 
 class QwenMoeBlock(nn.Module):
@@ -98,23 +104,6 @@ def read_qwen2_moe(config: Fields) -> ModelConfig:
     experts = replace(read_qwen_experts(config, 1_408), shared_size=shared, shared_has_gate=True)
     bias = config.flag("qkv_bias", True)
     return read_decoder(config, "qwen2_moe", 32_768, num_kv_heads=16, qkv_bias=bias, experts=experts)
-
-
-def read_qwen_experts(config: Fields, size: int) -> Experts:
-    """Read the experts. `size`: default size of an expert."""
-    dense, step = config.raw("mlp_only_layers") or [], config.integer("decoder_sparse_step", 1, least=1)
-    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-        raise config.refuse("mlp_only_layers", "must be a list of layers")
-    layers, num = range(config.integer("num_hidden_layers")), "num_experts"
-    num = num if num in config.values else "num_local_experts"
-    experts = Experts(
-        num=config.integer(num),
-        num_used=config.integer("num_experts_per_tok"),
-        size=config.integer("moe_intermediate_size", size),
-        is_normalized=config.flag("norm_topk_prob", False),
-        dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
-    )
-    return check_experts(config, experts, (num, "num_experts_per_tok", "moe_intermediate_size"))
 
 
 def rename_mixtral(name: str) -> str:

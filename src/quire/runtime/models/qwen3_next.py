@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: gated delta nets in most layers, attention in every fourth.
+"""Qwen3-Next and Qwen3.5: gated delta nets in most layers, attention in every fourth. Qwen3.5 may have a vision tower.
 
 The attention output is gated, heads are normed, and a quarter of each head is rotated. Checkpoints store norm weights
 minus one. Qwen3-Next and the larger Qwen3.5 models have a mixture of experts with a shared expert.
@@ -14,28 +14,28 @@ from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig, Recurrent
 from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.delta import GatedDeltaNet
 from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models import gguf_hybrid
-from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import STACKED, Family, text_model_name
 from quire.runtime.models.hf_config import (
-    FULL,
+    LINEAR,
     check_recurrent,
     read_decoder,
     read_heads,
+    read_recurrent_layers,
     refuse_other,
     refuse_set,
 )
+from quire.runtime.models.hf_experts import read_qwen_experts
 from quire.runtime.models.hf_rope import read_rope
-from quire.runtime.models.mixture import read_qwen_experts
+from quire.runtime.models.hf_vision import MROPE, read_qwen3_vision, read_sections
+from quire.runtime.models.qwen3_vl import Qwen3VL
 
 NORM_OFFSET = 1.0
-LINEAR = "linear_attention"  # the value of `layer_types` for delta nets
-_MROPE = ("mrope_section", "mrope_interleaved")  # only matters for images: text has equal positions in all sections
+_IMAGE_TOKEN = 248_056  # the default of config.json
 
 
 class HybridAttention(DecoderAttention):
@@ -48,7 +48,8 @@ class HybridBlock(nn.Module):
         hidden, eps, experts = config.hidden_size, config.norm_eps, config.experts
         self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps, NORM_OFFSET)
         if config.is_recurrent(layer):
-            self.linear_attn = delta_net(config, layer, build)
+            assert config.recurrent is not None
+            self.linear_attn = build.recurrent.delta_net(hidden, config.recurrent, config.place_of(layer), eps)
         else:
             self.self_attn = HybridAttention(config, layer, build)
         self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps, NORM_OFFSET)
@@ -66,16 +67,9 @@ class HybridBlock(nn.Module):
         x.add(self.mlp(self.post_attention_layernorm(x)))
 
 
-class Hybrid(Decoder):
+class Hybrid(Qwen3VL):
     block = HybridBlock
     norm_offset = NORM_OFFSET
-
-
-def delta_net(config: ModelConfig, layer: int, build: LayerBuilder) -> GatedDeltaNet:
-    sizes, hidden = config.recurrent, config.hidden_size
-    assert sizes is not None
-    rule = build.delta_rule(sizes, config.place_of(layer), config.norm_eps)
-    return GatedDeltaNet(*build.delta_linears(hidden, sizes), rule, build.delta_out(sizes, hidden))
 
 
 def read_qwen3_next(config: Fields) -> ModelConfig:
@@ -84,11 +78,23 @@ def read_qwen3_next(config: Fields) -> ModelConfig:
 
 
 def read_qwen3_5(config: Fields) -> ModelConfig:
-    return _read_hybrid(config, "qwen3_5_text", 4, None)
+    return _read_images(config, _read_hybrid(config, "qwen3_5_text", 4, None))
 
 
 def read_qwen3_5_moe(config: Fields) -> ModelConfig:
-    return _read_hybrid(config, "qwen3_5_moe_text", 2, _read_experts(config, is_normalized=True))
+    hybrid = _read_hybrid(config, "qwen3_5_moe_text", 2, _read_experts(config, is_normalized=True))
+    return _read_images(config, hybrid)
+
+
+def _read_images(config: Fields, hybrid: ModelConfig) -> ModelConfig:
+    """Return the config with its vision tower, if it has one."""
+    if config.raw("vision_config") is None:
+        return hybrid
+    (sections, _), rotated = read_sections(config, interleaved=True), hybrid.rope.dim or hybrid.heads.dim
+    if sum(sections) * 2 != rotated:
+        raise config.refuse("mrope_section", f"has {sum(sections)} pairs, and a head rotates {rotated // 2}")
+    vision = read_qwen3_vision(config, hybrid.hidden_size, token=_IMAGE_TOKEN)
+    return replace(hybrid, rope=replace(hybrid.rope, sections=sections), vision=vision)
 
 
 def _read_experts(config: Fields, is_normalized: bool) -> Experts:
@@ -102,7 +108,7 @@ def _read_hybrid(config: Fields, name: str, num_kv_heads: int, experts: Experts 
     refuse_other(config, "hidden_act", "silu")
     rope = config.raw("rope_parameters")
     if isinstance(rope, dict):
-        plain = {key: value for key, value in rope.items() if key not in _MROPE}
+        plain = {key: value for key, value in rope.items() if key not in MROPE}
         config = Fields(config.file, {**config.values, "rope_parameters": plain})
     if experts is not None:
         config = Fields(config.file, {"intermediate_size": experts.size, **config.values})  # set only with plain MLPs
@@ -116,23 +122,19 @@ def _read_hybrid(config: Fields, name: str, num_kv_heads: int, experts: Experts 
 
 
 def _read_recurrent(config: Fields) -> Recurrent | None:
-    count, every = config.integer("num_hidden_layers"), config.integer("full_attention_interval", 4, least=1)
-    kinds = config.raw("layer_types") or [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (LINEAR, FULL) for kind in kinds):
-        raise config.refuse("layer_types", f"must be {LINEAR} or {FULL} for each of {count} layers")
-    if FULL not in kinds:
-        raise config.refuse("layer_types", "a model without attention is not supported")
+    every = config.integer("full_attention_interval", 4, least=1)
+    layers = read_recurrent_layers(config, LINEAR, lambda layer: (layer + 1) % every == 0)
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     keys, usual = tuple(f"linear_{name}" for name in names), (16, 32, 128, 128, 4)
     heads, value_heads, dim, value_dim, width = map(config.integer, keys, usual)
-    layers = tuple(layer for layer in range(count) if kinds[layer] == LINEAR)
     sizes = Recurrent(heads, value_heads, dim, value_dim, width, layers)
     return check_recurrent(config, sizes, keys) if layers else None
 
 
 def rename(name: str) -> str | None:
-    """Ignore the vision tower and the draft layers (MTP)."""
-    return text_model_name(name, ("mtp.", "visual."))
+    """Ignore the draft layers (MTP)."""
+    found = text_model_name(name, ("mtp.",))
+    return "visual." + found.removeprefix("model.visual.") if found and found.startswith("model.visual.") else found
 
 
 QWEN3_NEXT = Family(

@@ -21,7 +21,7 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.vision import (
     GatedVisionMLP,
     Part,
-    PlainVisionMLP,
+    QuickVisionMLP,
     VisionAttention,
     VisionTower,
     cut_patches,
@@ -45,7 +45,10 @@ class VisionBlock(nn.Module):
         self.norm1 = norm("norm1", vision.hidden_size, _EPS)
         self.attn = VisionAttention(vision, build)
         self.norm2 = norm("norm2", vision.hidden_size, _EPS)
-        self.mlp = (GatedVisionMLP if vision.is_gated else PlainVisionMLP)(vision, build)
+        self.mlp = self.make_mlp(vision, build)
+
+    def make_mlp(self, vision: Vision, build: LayerBuilder) -> nn.Module:
+        return (GatedVisionMLP if vision.is_gated else QuickVisionMLP)(vision, build)
 
     def forward(self, x: Tensor, rotation: Tensor, parts: Sequence[Part]) -> Tensor:
         x = x + self.attn(self.norm1(x), rotation, parts)
@@ -95,13 +98,15 @@ class QwenTower(VisionTower):
 
 
 class QwenVL(Decoder):
+    make_tower: type[VisionTower] = QwenTower
+
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config, build)
-        assert config.vision is not None
-        self.visual = QwenTower(config.vision, config.hidden_size, build)
+        vision, size = config.vision, config.hidden_size
+        self.visual = None if vision is None else self.make_tower(vision, size, build)
 
     @property
-    def tower(self) -> VisionTower:
+    def tower(self) -> VisionTower | None:
         return self.visual
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.delta import NO_STATE
+from quire.kernels.recurrent import NO_STATE
 from quire.runtime.layers.step import AdaptedRows, AdapterStep, AdapterTiles, ForwardStep, StateStep, WindowStep
 from quire.runtime.sampling.samples import Longs
 from quire.runtime.worker.adapters import TileArrays

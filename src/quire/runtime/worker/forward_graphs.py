@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from quire.kernels.delta import NO_STATE
+from quire.kernels.recurrent import NO_STATE
 from quire.runtime.layers.step import BESIDE, ForwardStep, StateStep
 from quire.runtime.models.build import Model
 from quire.runtime.worker.batch import Batch, StepShape

@@ -115,9 +115,10 @@ class ImageRows:
         self._evict()
         if not places:
             return None
-        return Features(self._uploader.upload(np.concatenate(places))[0], torch.cat(vectors))
+        own, *deep = torch.cat(vectors).chunk(1 + len(self._vision.deep), dim=1)
+        return Features(self._uploader.upload(np.concatenate(places))[0], own, tuple(deep))
 
-    def _vectors_of(self, image: PromptImage) -> Tensor:  # [tokens, hidden]
+    def _vectors_of(self, image: PromptImage) -> Tensor:  # [tokens, hidden * (1 + deep)]
         found = self._vectors.get(image.key)
         if found is None:
             unit = self._vision.grid.unit

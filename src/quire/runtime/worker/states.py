@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.delta import NO_STATE, SAME_RUN
+from quire.kernels.recurrent import NO_STATE, SAME_RUN
 from quire.runtime.sampling.samples import Longs
 from quire.runtime.transfer import Uploader
 from quire.types.step import StateMove, StepPlan

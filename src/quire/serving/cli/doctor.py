@@ -188,9 +188,9 @@ def _plan(files: ModelFiles, arguments: EngineArguments, facts: HardwareFacts) -
     from quire.runtime.loading.hf.sentence import read_embedding_settings
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.models.registry import ENTRIES
-    from quire.serving.assembly import find_draft
+    from quire.serving.assembly import as_served, find_draft
 
-    model = read_model_config(files)
+    model = as_served(read_model_config(files), arguments)
     title = f"model {files.name}: {model.architecture}, {model.num_parameters / 1e6:,.0f}M parameters"
     if ENTRIES[model.architecture].kind == "encoder":
         encoder = resolve_encoder_config(arguments, facts, model, read_embedding_settings(files))

@@ -14,6 +14,8 @@ from quire.config.server import (
     DEFAULT_PREFILL_TIMEOUT,
     DEFAULT_PREFILL_TOKENS,
     DEFAULT_STEP_TIMEOUT,
+    OTHER_REASONING_PARSERS,
+    OTHER_TOOL_PARSERS,
     REASONING_PARSERS,
     TOOL_PARSERS,
 )
@@ -89,12 +91,14 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     parser.add_argument(
         "--tool-call-parser",
+        type=lambda name: OTHER_TOOL_PARSERS.get(name, name),
         choices=TOOL_PARSERS,
         default="auto",
         help="format in which the model writes tool calls (auto: derived from its chat template)",
     )
     parser.add_argument(
         "--reasoning-parser",
+        type=lambda name: OTHER_REASONING_PARSERS.get(name, name),
         choices=REASONING_PARSERS,
         default="auto",
         help="format in which the model marks its reasoning (auto: derived from its chat template)",

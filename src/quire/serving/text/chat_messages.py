@@ -5,11 +5,9 @@ For a template without tools, tools are described in text, and calls and results
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -34,7 +32,6 @@ IMAGE_FIELDS = frozenset({"type", *IMAGE_PARTS, "detail"})
 PLACEHOLDER: Message = {"type": "image"}  # stands for an image that was removed from the message
 CALL_FIELDS = frozenset({"id", "type", "index", "function", "name", "arguments"})
 FUNCTION_FIELDS = frozenset({"name", "arguments"})
-_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _DESCRIPTION = """\
 You can call functions. They are described between these tags, one in a line:
@@ -291,33 +288,14 @@ def _wrapped(call: Message) -> Message:
     return {**call, "function": written} if "function" in call else written
 
 
-def write_calls(messages: Sequence[Message], *, list_mark: str = "") -> list[Message]:
+def write_calls(messages: Sequence[Message], write: Callable[[list[Message]], str] | None = None) -> list[Message]:
     """Return a checked conversation with tool calls and results written as text.
 
-    With `list_mark`, calls are written as a JSON list behind it, as Granite 3 does, and results stay messages.
+    With `write`, which writes the calls of one message in the model's own format, results stay messages.
     """
-    if list_mark:
-        return [_listed(message, list_mark) for message in messages]
+    if write is not None:
+        return [_with_calls(message, write) for message in messages]
     return [_written(message) for message in messages]
-
-
-def shorten_call_ids(messages: Sequence[Message]) -> list[Message] | None:
-    """A conversation that was checked, with nine letters and digits for every call id that has a longer or other form,
-    for Mistral's templates, which take no others. None where all ids have that form."""
-    short: list[Message] = []
-    for message in messages:
-        changed = dict(message)
-        if message.get("tool_calls"):
-            changed["tool_calls"] = [_with_short_id(call, "id") for call in message["tool_calls"]]
-        short.append(_with_short_id(changed, "tool_call_id"))
-    return None if short == list(messages) else short
-
-
-def _with_short_id(holder: Message, field: str) -> Message:
-    call_id = holder.get(field)
-    if not isinstance(call_id, str) or _SHORT_ID.fullmatch(call_id):
-        return holder
-    return {**holder, field: hashlib.sha256(call_id.encode()).hexdigest()[:9]}
 
 
 def describe_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
@@ -348,12 +326,12 @@ def _written(message: Message) -> Message:
     return {**kept, "content": "\n".join(text for text in texts if text)}
 
 
-def _listed(message: Message, mark: str) -> Message:
+def _with_calls(message: Message, write: Callable[[list[Message]], str]) -> Message:
     if not message.get("tool_calls"):
         return dict(message)
-    calls = json.dumps([_call_object(call) for call in message["tool_calls"]], ensure_ascii=False)
+    calls = write([_call_object(call) for call in message["tool_calls"]])
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**kept, "content": f"{message_text(message)}{mark}{calls}"}
+    return {**kept, "content": f"{message_text(message)}{calls}"}
 
 
 def _joined(first: str | list[Message] | None, second: str | list[Message] | None) -> str | list[Message]:

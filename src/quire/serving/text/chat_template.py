@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, TemplateSyntaxError, meta
 from jinja2.exceptions import SecurityError
 
+from quire.serving.text.call_ids import name_call_ids, shorten_call_ids
 from quire.serving.text.chat_messages import (
     Message,
     PlainData,
@@ -17,13 +18,13 @@ from quire.serving.text.chat_messages import (
     check_tools,
     describe_tools,
     developers_as_system,
-    shorten_call_ids,
     wrap_text_arguments,
     write_calls,
 )
 from quire.serving.text.template_budget import Budget, TemplateLimits, TemplateTooCostly
 from quire.serving.text.template_sandbox import TemplateEnvironment
-from quire.serving.text.tool_calls import granite
+from quire.serving.text.tool_calls.deepseek_v3 import KIMI
+from quire.serving.text.tool_calls.history import history_writer
 from quire.types.errors import InvalidRequest, ModelLoadError
 
 if TYPE_CHECKING:
@@ -119,8 +120,9 @@ class ChatTemplate:
         if offered and not self.reads_tools:
             conversation, offered = describe_tools(write_calls(conversation), offered), None
         elif not self.writes_calls:
-            is_granite = self.reads_tools and granite.MARK in self._source
-            conversation = write_calls(conversation, list_mark=granite.MARK if is_granite else "")
+            conversation = write_calls(conversation, history_writer(self._source) if self.reads_tools else None)
+        elif KIMI.separator in self._source:
+            conversation = name_call_ids(conversation)
         values = {
             "documents": None,
             **self._tokens,

@@ -16,6 +16,7 @@ class ReasoningFormat:
 
     `label` is the line after the start mark that names the channel. A mark of `kept_ends` also ends the reasoning, and
     belongs to what follows. `is_repeated`: models may reason again between their texts, and leave end marks there.
+    `wrappers` stand around the visible text and are dropped, up to the first of `kept_ends` or `call_marks`.
     `before_next` is the text between the end of the reasoning and the next message, `before_words` the text before the
     visible text.
     """
@@ -31,6 +32,8 @@ class ReasoningFormat:
     label: str = ""
     kept_ends: tuple[str, ...] = ()
     is_repeated: bool = False
+    wrappers: tuple[str, ...] = ()
+    call_marks: tuple[str, ...] = ()
 
     @property
     def opening(self) -> str:
@@ -39,7 +42,14 @@ class ReasoningFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return (*self.starts, *self.ends, *filter(None, (self.before_next, self.before_words)))
+        others = (self.before_next, self.before_words, *self.wrappers)
+        return (*self.starts, *self.ends, *filter(None, others))
+
+    @property
+    def marks_in_text(self) -> tuple[str, ...]:
+        """The marks that are looked for in the visible text."""
+        marks = (*self.starts, *self.ends) if self.is_repeated else ()
+        return (*marks, *self.wrappers, *self.kept_ends, *self.call_marks) if marks or self.wrappers else ()
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -76,10 +86,40 @@ _FORMATS = {
     "gemma4": ReasoningFormat(
         "gemma4", "<|channel>", "<channel|>", label="thought", kept_ends=(gemma4.START,), is_repeated=True
     ),
+    "seed_oss": ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    "cohere_command": ReasoningFormat(
+        "cohere_command",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        kept_ends=("<|START_ACTION|>",),
+        wrappers=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    "ernie45": ReasoningFormat(
+        "ernie45",
+        "<think>",
+        "</think>",
+        call_marks=("<tool_call>", "<|tool_call|>"),
+        wrappers=("<response>", "</response>"),
+    ),
+    "hunyuan_a13b": ReasoningFormat(
+        "hunyuan_a13b", "<think>", "</think>", call_marks=("<tool_calls>",), wrappers=("<answer>", "</answer>")
+    ),
+    "kimi_vl": ReasoningFormat("kimi_vl", "◁think▷", "◁/think▷"),
+    "apertus": ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
     "harmony": ReasoningFormat(
         "harmony", harmony.ANALYSIS, harmony.END, before_next=harmony.NEXT, before_words=harmony.FINAL
     ),
 }
+
+
+# The first format whose mark is in a template is the template's.
+_IN_TEMPLATES = (
+    ("seed_oss", "seed:think>"),
+    ("cohere_command", _FORMATS["cohere_command"].end),
+    ("ernie45", "<response></response>"),  # Granite 3.3 names them so; other templates write tools' results so
+    ("hunyuan_a13b", "</think>\\n<answer>"),
+    *((name, _FORMATS[name].end) for name in ("qwen3", "mistral", "granite", "gemma4", "kimi_vl", "apertus")),
+)
 
 
 def reasoning_format(parser: str, template: str | None) -> ReasoningFormat | None:
@@ -91,8 +131,8 @@ def reasoning_format(parser: str, template: str | None) -> ReasoningFormat | Non
         return None
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return _FORMATS["harmony"]
-    for name in ("qwen3", "mistral", "granite", "gemma4"):
-        if _FORMATS[name].end in template:
+    for name, mark in _IN_TEMPLATES:
+        if mark in template:
             return _FORMATS[name]
     return None
 
@@ -113,7 +153,7 @@ class ReasoningReader:
         self._state: Literal["before", "thinking", "after", "saying"] = "before"
         self._buffer = ""
         self._has_thought = self._was_opened = False
-        self._may_repeat = form.is_repeated  # until there is a call: its arguments are passed on as they are
+        self._text_marks = form.marks_in_text  # until there is a call: its arguments are passed on as they are
         self._label = ""  # the name of the channel while it may still come, behind a start mark
 
     @property
@@ -186,17 +226,19 @@ class ReasoningReader:
 
     def _say(self, parts: list[Part]) -> bool:
         """Pass on words up to the next mark. Returns whether there was one."""
-        marks = (*self._form.starts, *self._form.ends, *self._form.kept_ends) if self._may_repeat else ()
+        marks = self._text_marks
         found = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
         place, mark = min(found, default=(len(self._buffer), ""))
         if not mark:
             place -= max((held_back(self._buffer, mark) for mark in marks), default=0)
         parts += self._then.push(self._buffer[:place])
         self._buffer = self._buffer[place:]
-        if mark in self._form.kept_ends:
-            self._may_repeat = False
+        if mark in self._form.kept_ends or mark in self._form.call_marks:
+            self._text_marks = ()
         elif mark:
             self._buffer = self._buffer[len(mark) :]
+        if mark in self._form.wrappers:
+            self._state = "after"
         if mark in self._form.starts:
             self._state, self._label, self._has_thought, self._was_opened = "thinking", self._form.label, False, True
         return bool(mark)

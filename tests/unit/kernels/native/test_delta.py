@@ -7,19 +7,20 @@ import torch
 from torch import Tensor
 
 from delta_cases import DeltaCase, delta_case, expected
-from quire.kernels.delta import DeltaSizes
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.program import ProgramWriter
 from quire.kernels.native.structures import ProgramStep
+from quire.kernels.recurrent import RecurrentSizes
 from quire.kernels.reference import delta
+from quire.kernels.reference.convolution import convolve
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
-SIZES = [DeltaSizes(2, 4, 16, 24, 4), DeltaSizes(1, 3, 8, 16, 2), DeltaSizes(2, 2, 64, 80, 4)]
+SIZES = [RecurrentSizes(2, 4, 16, 24, 4), RecurrentSizes(1, 3, 8, 16, 2), RecurrentSizes(2, 2, 64, 80, 4)]
 
 
 def by_torch(case: DeltaCase) -> Tensor:
     segments, sizes = case.segments.tolist(), case.sizes
-    mixed = delta.convolve(case.qkvz, case.weights.convolution, case.state, segments, sizes)
+    mixed = convolve(case.qkvz, case.weights.convolution, case.state, segments, sizes)
     gate = case.qkvz[:, sizes.channels :]
     return delta.gated_delta(mixed, gate, case.gates, case.weights, case.state, segments, sizes)
 
@@ -48,7 +49,7 @@ WAYS = [by_torch, pytest.param(compiled, marks=pytest.mark.skipif(REFUSAL is not
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_tokens_and_states_are_those_of_the_definition(sizes: DeltaSizes, alike: bool, way: object) -> None:
+def test_tokens_and_states_are_those_of_the_definition(sizes: RecurrentSizes, alike: bool, way: object) -> None:
     case = delta_case(sizes, alike=alike)
     out, state = expected(case)
     found = way(case)  # type: ignore[operator]
@@ -70,7 +71,7 @@ def test_compiled_tokens_do_not_depend_on_how_a_run_is_cut() -> None:
 
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 def test_bfloat16_rows_are_close() -> None:
-    case = delta_case(DeltaSizes(2, 4, 32, 48, 4), torch.bfloat16)
+    case = delta_case(RecurrentSizes(2, 4, 32, 48, 4), torch.bfloat16)
     out, _ = expected(case)
     difference = (compiled(case).double() - out).abs()
     assert difference.mean() < 4e-3

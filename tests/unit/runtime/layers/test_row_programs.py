@@ -41,7 +41,10 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "float8 cache": (tiny_config("llama", **ONE), {"kv_dtype": "float8"}),
 }
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4}  # its names of what all have
-TRACED = {"llama", "mistral", "phi3", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "smollm3"}  # of all families
+TRACED = {  # of all families
+    "ernie4_5", "gemma", "glm", "helium", "llama", "ministral", "mistral", "mistral3", "phi3", "qwen2", "qwen2_vl",
+    "qwen2_5_vl", "qwen3", "qwen3_vl", "seed_oss", "smollm3",
+}  # fmt: skip
 
 
 def bench_of(name: str) -> RowBench:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from family_models import CASES, COMMON
+from family_models import CASES, settings_of
 from gguf_files import Stored, tiny_metadata, write_gguf
 from make_quantized import FIXTURES
 from quire.config.model import CpuWeights, ModelConfig, Quantization
@@ -42,7 +42,8 @@ CPU_WEIGHTS: tuple[CpuWeights, ...] = ("integer", "float")
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}  # whose inputs fill groups of 64
 FAMILY_SIZES: dict[str, dict[str, int]] = {  # that follow from them, or from the towers of tests/support
     "gemma4_text": {"vocab_size_per_layer_input": 512}, "opt": {"word_embed_proj_dim": 256, "ffn_dim": 256},
-    "qwen2_vl": {"hidden_size": 64}, "qwen2_5_vl": {"hidden_size": 64},
+    "qwen2_vl": {"hidden_size": 64}, "qwen2_5_vl": {"hidden_size": 64}, "qwen3_vl": {"hidden_size": 64},
+    "qwen3_vl_moe": {"hidden_size": 64},
 }  # fmt: skip
 # The plans of these tiny models are up to 3 % above what they hold; larger matrices make it less.
 WITHIN = {("deepseek_v2", "int4"): 0.03, ("gemma4_text", "int4"): 0.03}
@@ -102,11 +103,7 @@ def check(
 
 def family_config(folder: Path, name: str) -> ModelConfig:
     transformers = pytest.importorskip("transformers")
-    settings = {
-        key: value
-        for key, value in (COMMON | CASES[name] | SIZES | FAMILY_SIZES.get(name, {})).items()
-        if value is not ...
-    }
+    settings = settings_of(name, SIZES, FAMILY_SIZES.get(name, {}))
     config = transformers.AutoConfig.for_model(name.partition("-")[0], **settings, dtype="bfloat16")
     config.architectures = [_class_of(transformers, config)]
     config.save_pretrained(folder)

@@ -64,6 +64,40 @@ CALLS = [
      "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>")),
     ("deepseek_v31", ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "a"}<｜tool▁call▁end｜>'
      "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>")),
+    ("kimi_k2", ('<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:12<|tool_call_argument_begin|>'
+     '{"city": "a"}<|tool_call_end|><|tool_calls_section_end|>')),
+    ("glm45", ("<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>an\n<b></arg_value>\n<arg_key>days</arg_key>\n"
+     "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>time\n</tool_call>")),
+    ("glm47", ("<tool_call>weather<arg_key>city</arg_key><arg_value>a</arg_value></tool_call>"
+     "<tool_call>time</tool_call>")),
+    ("minimax_m2", ('<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">a</parameter>\n</invoke>\n'
+     '<invoke name="time">\n</invoke>\n</minimax:tool_call>')),
+    ("seed_oss", ("<seed:tool_call>\n<function=weather>\n<parameter=city>a</parameter>\n<parameter=days>2</parameter>\n"
+     "</function>\n</seed:tool_call>")),
+    ("deepseek_v32", ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" '
+     'string="true">a</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'
+     "</｜DSML｜invoke>\n</｜DSML｜function_calls>")),
+    ("deepseek_v4", ('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="time">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>')),
+    ("step3", ('<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">\n'
+     '<steptml:parameter name="city">a</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+     "<｜tool_calls_end｜>")),
+    ("hy_v3", ("<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n<arg_key:opensource>city"
+     "</arg_key:opensource>\n<arg_value:opensource>a</arg_value:opensource>\n</tool_call:opensource>\n"
+     "</tool_calls:opensource>")),
+    ("minicpm5", ('<function name="weather"><param name="city">a</param></function>\n<function name="time">'
+     "</function>")),
+    ("hunyuan_a13b", '<tool_calls>[{"name": "time", "arguments": {}}]</tool_calls>'),
+    ("minimax_m1", ('<tool_calls>\n{"name": "time", "arguments": {}}\n{"name": "weather", "arguments": {"city": "a"}}\n'
+     "</tool_calls>")),
+    ("cohere_command", ('<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "time", "parameters": {}},\n    '
+     '{"tool_call_id": "1", "tool_name": "weather", "parameters": {"city": "a"}}\n]<|END_ACTION|>')),
+    ("phi4_mini_json", 'functools[{"name": "time", "arguments": {}}]'),
+    ("lfm2", '<|tool_call_start|>[weather(city="a", days=2), time()]<|tool_call_end|>'),
+    ("olmo3", '<function_calls>weather(city="a")\ntime()</function_calls>'),
+    ("internlm", '<|action_start|><|plugin|>\n{"name": "weather", "parameters": {"city": "a"}}<|action_end|>'),
+    ("longcat", '<longcat_tool_call>\n{"name": "time", "arguments": {}}\n</longcat_tool_call>'),
+    ("xlam", '[{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city": "a"}}]'),
+    ("granite_20b_fc", "\n".join(['<function_call> {"name": "time", "arguments": {}}'] * 2)),
     ("granite", '<|tool_call|>[{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city": "a"}}]'),
     ("gemma4", ('<|tool_call>call:weather{city:<|"|>an "x" \n<b><|"|>,days:2}<tool_call|>'
      "<|tool_call>call:time{}<tool_call|>")),
@@ -139,6 +173,9 @@ THINKING = {
     "deepseek_r1": ("<think>", "x</think>"),
     "mistral": ("[THINK]", "x[/THINK]"),
     "granite": ("Here is my thought process:", " x Here is my response: "),
+    "seed_oss": ("<seed:think>", "x</seed:think>"),
+    "cohere_command": ("<|START_THINKING|>", "x<|END_THINKING|>"),
+    "kimi_vl": ("◁think▷", "x◁/think▷"),
     "gemma4": ("<|channel>thought\n", "a < b\n<channel|>"),
     "harmony": ("<|channel|>analysis<|message|>", "x<|end|><|start|>assistant"),
 }

@@ -41,6 +41,11 @@ def test_reasoning_is_read_however_the_text_is_cut(text: str, inside: bool, expe
         ("auto", "... </think> ...", "qwen3"),
         ("auto", "... [/THINK] ...", "mistral"),
         ("auto", "... <|channel>thought\n<channel|> ...", "gemma4"),
+        ("auto", "... {% set end = '</seed:think>' %} ...", "seed_oss"),
+        ("auto", "... <|END_THINKING|> ...", "cohere_command"),
+        ("auto", "... </think> ... <response></response>", "ernie45"),
+        ("auto", "... </think> ... <response>{{ result }}</response>", "qwen3"),
+        ("auto", "... ◁/think▷ ...", "kimi_vl"),
         ("auto", "nothing", None),
         ("auto", None, None),
         ("none", "</think>", None),
@@ -94,3 +99,22 @@ def test_calls_follow_reasoning() -> None:
     reader = MessageReading(reasoning=form(), tools=tool_format("hermes", None, reads_tools=True)).reader()
     text = '<think>a</think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert joined([*reader.push(text), *reader.finish()]) == [("thought", "a"), ("call", "f"), ("arguments", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("ernie45", "<think>\na <response>\n</think>\n<response>\nyes\n</response>\n",
+         [("thought", "a <response>"), ("said", "yes\n")]),
+        ("cohere_command", "<|START_RESPONSE|>yes<|END_RESPONSE|>", [("said", "yes")]),
+        ("hunyuan_a13b", ('<think>a</think><answer>b<tool_calls>[{"name": "f", "arguments": {"q": "</answer>"}}]'
+         "</tool_calls>"),
+         [("thought", "a"), ("said", "b"), ("call", "f"), ("arguments", '{"q": "</answer>"}')]),
+    ],
+)  # fmt: skip
+def test_marks_around_the_visible_text_are_dropped_up_to_a_call(name: str, text: str, expected: Joined) -> None:
+    reading = MessageReading(
+        reasoning=reasoning_format(name, None), tools=tool_format("hunyuan_a13b", None, reads_tools=True)
+    )
+    for cuts in ((), *all_cuts(len(text))):
+        assert read(reading.reader, text, cuts) == expected, cuts

@@ -64,6 +64,21 @@ def test_patches_are_those_of_transformers(size: tuple[int, int], mode: str) -> 
     torch.testing.assert_close(patches, wanted["pixel_values"].float(), rtol=0, atol=2e-6)
 
 
+def test_patches_of_another_size_and_scale_are_those_of_transformers() -> None:
+    """As preprocessor_config.json of Qwen3-VL says."""
+    processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    half, image = (0.5, 0.5, 0.5), noise(300, 200)
+    size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
+    made = processing.Qwen2VLImageProcessorPil(patch_size=16, size=size, image_mean=half, image_std=half)
+    wanted = made(images=[image], return_tensors="pt")
+    grid = ImageGrid(9, 32, 65_536, 16_777_216)
+    found = ImageReader(ImageLimits(grid)).prepare("image", image)
+    assert [[1, 2 * found.rows, 2 * found.columns]] == wanted["image_grid_thw"].tolist()
+    pixels = torch.frombuffer(bytearray(found.pixels), dtype=torch.uint8).view(32 * found.rows, 32 * found.columns, 3)
+    patches = cut_patches(pixels, Vision(grid, 1, 32, 48, 2, patch=16, mean=half, std=half), torch.float32)
+    torch.testing.assert_close(patches, wanted["pixel_values"].float(), rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("JPEG", {}), ("WEBP", {"lossless": True})])
 def test_files_of_three_formats_are_read(kind: str, options: dict[str, Any]) -> None:
     data = file_of(noise(60, 90), kind, **options)

@@ -61,6 +61,16 @@ def shown(words: str, *images: Any) -> Any:
     return {"prompt": words, "multi_modal_data": {"image": list(images) if len(images) > 1 else images[0]}}
 
 
+def test_without_images_the_model_has_no_tower(folder: Path) -> None:
+    with LLM(folder, limit_mm_per_prompt={"image": 0}, **SETTINGS) as made:
+        (output,) = made.generate("What?", GREEDY)
+        assert len(output.outputs[0].token_ids) == 6
+        with pytest.raises(InvalidRequest, match="image"):
+            made.chat(user({"type": "image_pil", "image_pil": picture(1)}, text("what?")), GREEDY)
+    with pytest.raises(ConfigError, match="about images, and this model takes none"):
+        LLM(folder, limit_mm_per_prompt={"image": 0}, mm_processor_kwargs={"max_pixels": 4_096}, **SETTINGS)
+
+
 def test_all_forms_of_an_image_give_the_same_answer(llm: LLM, folder: Path) -> None:
     image = picture(1)
     prompt = f"<|start|>user\n{HOLDER}what?<|stop|>\n<|start|>assistant\n"

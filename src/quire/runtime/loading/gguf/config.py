@@ -84,7 +84,7 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
         qkv_bias=any(f"blk.0.{each}.bias" in tensors for each in ("attn_q", "attn_qkv")),
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
-        qk_norm=family.qk_norm,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors if family.qk_norm is None else family.qk_norm,
         shared_norm=name == "falcon" and "blk.0.attn_norm_2.weight" not in tensors,
         keys_are_values=any(name.replace("attn_k", "attn_v") not in tensors for name in tensors if ".attn_k." in name),
         encoder=_read_encoder(model) if ENTRIES[name].kind == "encoder" else None,

@@ -16,7 +16,7 @@ NO_WEIGHTS = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
 EXPERT = "*"  # in a name: stands for the number of an expert
 Order = NDArray[np.int64]
 
-_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)(?:\.(weight|bias|scale))?", re.ASCII)
+_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.((?:shortconv\.)?[a-z_0-9]+)(?:\.(weight|bias|scale))?", re.ASCII)
 
 ONE_EXPERT = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(0|[1-9][0-9]{0,3})\.weight", re.ASCII)  # old files
 

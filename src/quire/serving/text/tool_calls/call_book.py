@@ -25,7 +25,8 @@ class CallBook:
     ) -> None:
         self._make_id, self._limit, self.known, self._must_call = make_id, limit, known, must_call
         self._made: list[tuple[str, str]] = []  # names and arguments of the completed calls
-        self._name = ""
+        self._name = self._given_id = ""
+        self._ids: set[str] = set()  # that the model gave
         self._pieces: list[str] | None = None  # arguments of the current call so far; None: it is dropped
         self._alike: list[str] = []  # arguments of earlier calls that may equal those of the current one
         self._num_held = 0  # characters of arguments that are held back
@@ -42,9 +43,9 @@ class CallBook:
     def knows(self, name: str) -> bool:
         return self.known is None or name in self.known
 
-    def begin(self, name: str, parts: list[Part]) -> None:
-        """Begin a call."""
-        self.has_calls, self._is_shown, self._name = True, False, name
+    def begin(self, name: str, parts: list[Part], call_id: str = "") -> None:
+        """Begin a call. `call_id` is the id that the model gave it, if any."""
+        self.has_calls, self._is_shown, self._name, self._given_id = True, False, name, call_id
         self._num_held, self._alike = 0, [arguments for made, arguments in self._made if made == name]
         self._pieces = [] if self._limit is None or self._num_shown < self._limit else None
         if self._pieces is not None and not self._alike:
@@ -77,7 +78,9 @@ class CallBook:
         self._pieces = None
 
     def _show(self, parts: list[Part]) -> None:
-        parts.append(CallBegun(self._num_shown, self._make_id(), self._name))
+        call_id = self._given_id if self._given_id not in self._ids else ""
+        self._ids.add(call_id)
+        parts.append(CallBegun(self._num_shown, call_id or self._make_id(), self._name))
         self._is_shown = True
         self._num_shown += 1
         if text := "".join(self._pieces or ()):

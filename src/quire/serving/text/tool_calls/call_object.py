@@ -17,10 +17,11 @@ _SPACE = r"\s{0,32}"
 
 @dataclass(frozen=True, slots=True)
 class CallKeys:
-    """The names of the members that hold a call's name and its arguments."""
+    """The names of the members that hold a call's name and its arguments, and of one that may precede the name."""
 
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments", "parameters")
+    before: str = ""
 
 
 KEYS = CallKeys()
@@ -30,8 +31,11 @@ KEYS = CallKeys()
 def _head(keys: CallKeys) -> re.Pattern[str]:
     """Return the pattern of the beginning of an object, up to its arguments, if the name comes first."""
     either = "|".join(map(re.escape, keys.arguments))
+    before = (
+        rf'(?:"{re.escape(keys.before)}"{_SPACE}:{_SPACE}"[^"\\]{{0,64}}"{_SPACE},{_SPACE})?' if keys.before else ""
+    )
     return re.compile(
-        rf'{_SPACE}\{{{_SPACE}"{re.escape(keys.name)}"{_SPACE}:{_SPACE}"([^"\\]{{1,256}})"{_SPACE},{_SPACE}'
+        rf'{_SPACE}\{{{_SPACE}{before}"{re.escape(keys.name)}"{_SPACE}:{_SPACE}"([^"\\]{{1,256}})"{_SPACE},{_SPACE}'
         rf'"(?:{either})"{_SPACE}:{_SPACE}(?=\{{)'
     )
 
@@ -40,11 +44,19 @@ def _head(keys: CallKeys) -> re.Pattern[str]:
 def _half_head(keys: CallKeys) -> re.Pattern[str]:
     """Return a pattern that matches every prefix of an object whose first member is the name. Groups: the name, and the
     text after it."""
-    pattern = r'(?:([^"\\]*)("?.*))?'
-    for character in reversed(f'{{"{keys.name}":"'):
+    pattern = _half(f'{{"{keys.name}":"', r'(?:([^"\\]*)("?.*))?')
+    if keys.before:  # an object may also end within the member before the name
+        id_first = _half(f'{{"{keys.before}":"', r'(?:[^"\\]{0,64}(?:".*)?)?')
+        pattern = f"(?:{pattern}|{id_first})"
+    return re.compile(pattern, re.DOTALL)
+
+
+def _half(text: str, pattern: str) -> str:
+    """Return a pattern that matches every prefix of `text`, and `pattern` behind the whole of it."""
+    for character in reversed(text):
         space = _SPACE if character in '{":' else ""
         pattern = rf"(?:{re.escape(character)}{space}{pattern})?"
-    return re.compile(pattern, re.DOTALL)
+    return pattern
 
 
 class CallObject:

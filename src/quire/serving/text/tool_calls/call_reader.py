@@ -153,9 +153,9 @@ class AnswerReader(ABC):
             yield from self._more()
 
     # ----------------------------------------------------------------------------------------------------------- calls
-    def _begin_call(self, name: str) -> None:
+    def _begin_call(self, name: str, call_id: str = "") -> None:
         self._surrounding.end_at_call()
-        self._book.begin(name, self._parts)
+        self._book.begin(name, self._parts, call_id)
 
     def _add_arguments(self, text: str) -> None:
         self._book.add_arguments(text, self._parts)

@@ -13,13 +13,16 @@ from quire.serving.text.lark import LarkGrammar
 from quire.serving.text.parts import CallArguments, CallBegun, PartReader, Said
 from quire.serving.text.tool_calls.call_object import CallKeys
 from quire.serving.text.tool_calls.call_reader import CallReader, Reading
+from quire.serving.text.tool_calls.marked_json import ObjectReader
 from quire.serving.text.tool_calls.shape import CallShape, Function, arguments_rule, write_object
 from quire.types.errors import InvalidRequest
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 PREFIX = "derived:"
 PROBE_PARAMETERS: dict[str, dict[str, Any]] = {"quire_probe_name": {}}
-PROBE_TOOLS = ({"type": "function", "function": {"name": "quire_probe_name", "description": "", "parameters": {}}},)
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "required": []}  # templates read all three
+_PROBE = {"name": "quire_probe_name", "description": "", "parameters": _NO_PARAMETERS}
+PROBE_TOOLS = ({"type": "function", "function": _PROBE},)
 _NAME, _KEY, _VALUE = "quire_probe_name", "quire_probe_key", "quire_probe_value"
 _WORDS = "\U000f0000"
 _TAG = re.compile(r"<[^<>]{1,64}>|\[[^\[\]]{1,64}\]")
@@ -68,6 +71,8 @@ class DerivedForm:
 
         class Reader(DerivedReader):
             marks = (form.start,)
+            end = form.end
+            keys = CallKeys(form.name_key, (form.arguments_key,))
             _form = form
 
         return Reader
@@ -119,8 +124,11 @@ def derive_form(written: WrittenCalls) -> DerivedForm | None:
     return _form(start, behind, middle)
 
 
-def reads(reader: Callable[[], PartReader], written: WrittenCalls) -> bool:
-    """Return whether a reader finds the calls that the template rendered, and no text before them."""
+def reads(reader: Callable[[], PartReader], written: WrittenCalls, *, after_words: bool = False) -> bool:
+    """Return whether a reader finds the calls that the template rendered, and no text before them.
+
+    With `after_words` there may be such text: some templates close the reasoning or the prompt before calls only.
+    """
     for text, count in ((written.one, 1), (written.two, 2)):
         answer = reader()
         parts = [*answer.push(text), *answer.finish()]
@@ -129,7 +137,7 @@ def reads(reader: Callable[[], PartReader], written: WrittenCalls) -> bool:
         written_names = min(count, text.count(_NAME))  # a template may render only the first call
         if names != [_NAME] * written_names or len(_ARGUMENTS.findall(arguments)) != written_names:
             return False
-        if any(isinstance(part, Said) for part in parts[:1]):
+        if not after_words and any(isinstance(part, Said) for part in parts[:1]):
             return False
     return True
 
@@ -172,33 +180,20 @@ def _shared_prefix(first: str, second: str) -> int:
     return count
 
 
-class DerivedReader(CallReader):
+class DerivedReader(ObjectReader):
     """Reads calls of a derived form, with any white space around its marks."""
 
     _form: DerivedForm
 
-    def _read_calls(self, mark: str) -> Reading[bool]:  # noqa: ARG002
-        form = self._form
-        if form.name_key:
-            keys = CallKeys(form.name_key, (form.arguments_key,))
-            if not (yield from self._read_list(keys)):
-                return False
-            yield from self._read_further(keys)
-        elif not (yield from self._read_named(form.middle.strip())):
+    def _read_calls(self, mark: str) -> Reading[bool]:
+        if self._form.name_key:
+            return (yield from super()._read_calls(mark))
+        if not (yield from self._read_named(self._form.middle.strip())):
             return False
-        if form.end:
+        if self.end:
             yield from self._skip_space()
-            yield from self._accept(form.end)
+            yield from self._accept(self.end)
         return True
-
-    def _read_further(self, keys: CallKeys) -> Reading[None]:
-        """Read more objects before the end mark: some models write one per line."""
-        self._taken = []
-        while self._form.end:
-            yield from self._skip_space()
-            if self._buffer[0] not in "{[" or not (yield from self._read_list(keys)):
-                return
-            self._taken = []
 
     def _read_named(self, middle: str) -> Reading[bool]:
         yield from self._skip_space()

@@ -6,6 +6,7 @@ import secrets
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from quire.serving.text.tool_calls import (
     deepseek_v3,
@@ -15,13 +16,15 @@ from quire.serving.text.tool_calls import (
     harmony,
     hermes,
     llama3_json,
+    marked_json,
     mistral,
     pythonic,
-    qwen3_coder,
 )
 from quire.serving.text.tool_calls.call_book import CallBook
 from quire.serving.text.tool_calls.call_reader import AnswerReader, Parameters
 from quire.serving.text.tool_calls.shape import CallShape
+from quire.serving.text.tool_calls.tag_formats import ARGUMENT, DSML, FUNCTION, TAGGED, VALUE
+from quire.serving.text.tool_calls.tagged import tag_reader
 
 _LETTERS = string.ascii_letters + string.digits
 HARMONY = "harmony"
@@ -69,7 +72,7 @@ def _fixed(shape: CallShape) -> Callable[[Mapping[str, int]], CallShape]:
     return lambda _: shape
 
 
-_DEEPSEEK = (*deepseek_v3.DeepSeekReader.marks, deepseek_v3.SEPARATOR, deepseek_v3.END, deepseek_v3.CALLS_END)
+_LFM2, _OLMO3, _PHI4 = pythonic.Lfm2Reader, pythonic.Olmo3Reader, marked_json.Phi4Reader
 _FORMATS = {
     form.name: form
     for form in (
@@ -81,12 +84,21 @@ _FORMATS = {
             "pythonic", (pythonic.START, pythonic.END), pythonic.PythonicReader, _fixed(pythonic.SHAPE), is_bare=True
         ),
         ToolFormat("mistral", (mistral.MARK, mistral.ARGUMENTS), mistral.MistralReader, mistral.shape, _short_id),
-        ToolFormat("qwen3_coder", (hermes.START, hermes.END), qwen3_coder.Qwen3CoderReader, _fixed(qwen3_coder.SHAPE)),
-        ToolFormat("deepseek_v3", _DEEPSEEK, deepseek_v3.DeepSeekReader, _fixed(deepseek_v3.SHAPE_V3)),
-        ToolFormat("deepseek_v31", _DEEPSEEK, deepseek_v3.DeepSeekReader, _fixed(deepseek_v3.SHAPE_V31)),
+        ToolFormat("deepseek_v3", deepseek_v3.DEEPSEEK, deepseek_v3.DeepSeekReader, _fixed(deepseek_v3.SHAPE_V3)),
+        ToolFormat("deepseek_v31", deepseek_v3.DEEPSEEK, deepseek_v3.DeepSeekReader, _fixed(deepseek_v3.SHAPE_V31)),
+        ToolFormat("kimi_k2", deepseek_v3.KIMI, deepseek_v3.KimiReader, _fixed(deepseek_v3.SHAPE_KIMI)),
         ToolFormat("granite", (granite.MARK, hermes.START, hermes.END), granite.GraniteReader, _fixed(granite.SHAPE)),
         ToolFormat("gemma4", gemma4.MARKS, gemma4.Gemma4Reader, _fixed(gemma4.SHAPE)),
         ToolFormat(HARMONY, harmony.MARKS, harmony.HarmonyReader, _fixed(harmony.SHAPE)),
+        ToolFormat("lfm2", (*_LFM2.marks, _LFM2.end), _LFM2, _fixed(pythonic.LFM2_SHAPE)),
+        ToolFormat("olmo3", (*_OLMO3.marks, _OLMO3.end), _OLMO3, _fixed(pythonic.OLMO3_SHAPE)),
+        ToolFormat("phi4_mini_json", (*_PHI4.marks, _PHI4.end), _PHI4, _fixed(marked_json.PHI4_SHAPE)),
+        ToolFormat("xlam", (llama3_json.MARK,), llama3_json.Llama3Reader, _fixed(marked_json.XLAM_SHAPE), is_bare=True),
+        *(
+            ToolFormat(name, form.tokens, form.reader_class(), _fixed(form.shape))
+            for name, form in marked_json.JSON_FORMS.items()
+        ),
+        *(ToolFormat(name, tags.tokens, tag_reader(tags), _fixed(tags.shape)) for name, tags in TAGGED.items()),
     )
 }
 
@@ -114,7 +126,7 @@ def tool_format(
         return _FORMATS[parser]
     if template is None or not reads_tools:
         return _FORMATS["hermes"]
-    name = _known_in(template)
+    name = known_in(template)
     written = None if render is None else derived.written_calls(render)
     if written is None or name == HARMONY:  # harmony answers begin in the middle of a message
         return None if name is None else _FORMATS[name]
@@ -122,29 +134,46 @@ def tool_format(
     form = derived.derive_form(written)
     for one in (*names, *([form.name] if form is not None else [])):
         found = tool_format_named(one)
-        if derived.reads(lambda found=found: found.reader(derived.PROBE_PARAMETERS, None), written):  # type: ignore[misc]
+        reader = partial(found.reader, derived.PROBE_PARAMETERS, None)
+        if derived.reads(reader, written, after_words=one == name and not found.is_bare):
             return found
     return None
 
 
-def _known_in(template: str) -> str | None:
+def known_in(template: str) -> str | None:
     """Return the name of the format whose marks are in a template, or None."""
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return HARMONY
-    if gemma4.START in template and gemma4.END in template:
-        return "gemma4"
-    if mistral.MARK in template:
-        return "mistral"
-    if deepseek_v3.SEPARATOR in template:
-        return "deepseek_v3" if deepseek_v3.FENCE in template else "deepseek_v31"
-    if hermes.START in template and qwen3_coder.FUNCTION in template:
-        return "qwen3_coder"
-    if granite.MARK in template:
-        return "granite"
-    if hermes.START in template:
-        return "hermes"
-    if pythonic.START in template:
-        return "pythonic"
-    if llama3_json.MARK in template or ("ipython" in template and '"parameters"' in template):
-        return "llama3_json"
-    return None
+    return next((name for name, marks in _IN_TEMPLATES if all(mark in template for mark in marks)), None)
+
+
+# The first format all of whose marks are in a template is the template's.
+_IN_TEMPLATES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("gemma4", (gemma4.START, gemma4.END)),
+    ("mistral", (mistral.MARK,)),
+    ("deepseek_v4", (DSML, "tool_calls>")),
+    ("deepseek_v32", (DSML,)),
+    ("deepseek_v3", (deepseek_v3.DEEPSEEK.separator, deepseek_v3.FENCE)),
+    ("deepseek_v31", (deepseek_v3.DEEPSEEK.separator,)),
+    ("kimi_k2", (deepseek_v3.KIMI.separator,)),
+    ("step3", (TAGGED["step3"].start,)),
+    ("seed_oss", (TAGGED["seed_oss"].start,)),
+    ("minimax_m2", (TAGGED["minimax_m2"].start,)),
+    ("lfm2", _LFM2.marks),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("lfm2", ('"List of tools: ["',)),
+    ("olmo3", _OLMO3.marks),
+    ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
+    ("phi4_mini_json", (marked_json.FUNCTOOLS,)),
+    ("minimax_m1", ("<tool_calls>\\n", "<beginning_of_sentence>")),
+    *((name, (form.start,)) for name, form in marked_json.JSON_FORMS.items() if name != "minimax_m1"),
+    ("glm47", (hermes.START, f"</arg_key>{VALUE}")),
+    ("glm45", (hermes.START, ARGUMENT)),
+    ("qwen3_coder", (hermes.START, FUNCTION)),
+    ("granite", (granite.MARK,)),
+    ("hermes", (hermes.START,)),
+    ("pythonic", (pythonic.START,)),
+    ("llama3_json", (llama3_json.MARK,)),
+    ("llama3_json", ("ipython", '"parameters"')),
+    ("minicpm5", (TAGGED["minicpm5"].function[0], TAGGED["minicpm5"].parameter)),
+)

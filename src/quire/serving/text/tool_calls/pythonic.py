@@ -40,6 +40,7 @@ class PythonicReader(CallReader):
     """Reads a list of calls of known tools at the start of an answer, or after the mark in any place."""
 
     marks = (START,)
+    end = END
 
     def _read_start(self) -> Reading[None]:
         if not (yield from self._read_all()):
@@ -49,17 +50,18 @@ class PythonicReader(CallReader):
         if not (yield from self._read_all()):
             return False
         yield from self._skip_space()
-        yield from self._accept(END)
+        yield from self._accept(self.end)
         return True
 
-    def _read_all(self) -> Reading[bool]:
+    def _read_all(self, *, needs_bracket: bool = True) -> Reading[bool]:
         yield from self._skip_space()
-        if not (yield from self._accept("[")):
+        is_listed = bool((yield from self._accept("[")))
+        if needs_bracket and not is_listed:
             return False
         is_call = False
         while True:
             yield from self._skip_space("," if is_call else "")
-            if is_call and (yield from self._accept("]")):
+            if is_call and (yield from self._accept("]" if is_listed else self.end)):
                 return True
             name = yield from self._read_name()
             if not name:
@@ -124,3 +126,42 @@ class PythonicReader(CallReader):
                     depth -= 1
             pieces.append(self._take(len(self._buffer)))
             yield from self._more()
+
+
+class MarkedPythonicReader(PythonicReader):
+    """Reads calls of any tool after the mark: in a list, or one per line."""
+
+    def _read_start(self) -> Reading[None]:
+        yield from ()
+
+    def _read_calls(self, mark: str) -> Reading[bool]:  # noqa: ARG002
+        if not (yield from self._read_all(needs_bracket=False)):
+            return False
+        yield from self._skip_space()
+        yield from self._accept(self.end)
+        return True
+
+
+class Lfm2Reader(MarkedPythonicReader):
+    """Reads `<|tool_call_start|>[weather(city="Ulm")]<|tool_call_end|>`: LFM2."""
+
+    marks = ("<|tool_call_start|>",)
+    end = "<|tool_call_end|>"
+
+
+class Olmo3Reader(MarkedPythonicReader):
+    """Reads `<function_calls>`, a call per line and `</function_calls>`: Olmo 3."""
+
+    marks = ("<function_calls>",)
+    end = "</function_calls>"
+
+
+LFM2_SHAPE = CallShape(
+    _write_call,
+    mark=Lfm2Reader.marks[0],
+    is_listed=True,
+    opening="[",
+    separator=", ",
+    closing=f"]{Lfm2Reader.end}",
+)
+OLMO3_SHAPE = CallShape(_write_call, mark=Olmo3Reader.marks[0], is_listed=True, separator="\n", closing=Olmo3Reader.end)

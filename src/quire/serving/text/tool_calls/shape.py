@@ -42,7 +42,7 @@ class CallShape:
         call, most = self._call(lark, functions), min(most, self.most)
         again = _join(lark.fixed(self.separator), "" if self.is_listed else lark.fixed(self.mark), call)
         several = call if most == 1 else f"{call} ({again}){{0,{most - 1}}}"
-        return _join(lark.fixed(self.opening), several, lark.fixed(self.closing))
+        return _join(lark.fixed(self.opening), several, *self._closing(lark))
 
     def inside_text(self, lark: LarkGrammar, functions: Sequence[Function], most: int) -> str:
         """Return the expression of text with calls in any place. Raises ValueError if the format has no mark."""
@@ -55,6 +55,12 @@ class CallShape:
         if self.is_listed:
             return f"({words} {self.after_mark(lark, functions, most)})? WORDS"
         return f"({words} {self._call(lark, functions)}){{0,{min(most, self.most)}}} WORDS"
+
+    def _closing(self, lark: LarkGrammar) -> Sequence[str]:
+        """Return the expressions of the closing. One that begins like a separator is divided behind it: the lexer,
+        which takes the longest terminal, must not choose between both."""
+        separator = self.separator if self.closing.startswith(self.separator) else ""
+        return lark.fixed(separator), lark.fixed(self.closing.removeprefix(separator))
 
     def _call(self, lark: LarkGrammar, functions: Sequence[Function]) -> str:
         rules = [

@@ -101,6 +101,20 @@ CASES: dict[tuple[str, str], Joined] = {
     ],
     ("harmony", "<|channel|>final<|message|> a < b <|return|>"): [("said", " a < b ")],
     ("harmony", "no channels <|en"): [("said", "no channels ")],
+    ("cohere_command", ('<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]'
+     "<|END_ACTION|>")): [
+        ("call", "f"), ("arguments", '{"a": 1}'),
+    ],
+    ("phi4_mini_json", 'functools[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'): [
+        ("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", "{}"),
+    ],
+    ("lfm2", "I look.\n<|tool_call_start|>[f(a=1, q='x'), h()]<|tool_call_end|>Done"): [
+        ("said", "I look."), ("call", "f"), ("arguments", '{"a": 1, "q": "x"}'), ("call", "h"), ("arguments", "{}"),
+        ("said", "Done"),
+    ],
+    ("olmo3", "<function_calls>f(a=1)\ng(b=null)\n</function_calls>"): [
+        ("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", '{"b": null}'),
+    ],
     (JSON_IN_TAGS, '<use>{"tool": "f", "input": {"a": 1}}</use> <use>[{"tool": "g", "input": {}}]</use>'): [
         ("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", "{}"),
     ],
@@ -125,6 +139,9 @@ NO_CALLS = [
     ("deepseek_v3", "<｜tool▁calls▁begin｜>words"),
     ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>words"),
     ("granite", "<|tool_call|>words"),
+    ("phi4_mini_json", "That was fun"),
+    ("phi4_mini_json", "functools is a module"),
+    ("olmo3", "<function_calls>[1, 2]"),
     (JSON_IN_TAGS, '<use>{"name": "f", "input": {}}</use>'),
     (NAME_THEN_JSON, ">>>f:: words"),
 ]
@@ -143,6 +160,8 @@ HALF_CALLS = [
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```js"),
     ("granite", '<|tool_call|>[{"name'),
     ("harmony", "<|channel|>commentary to=functions.f <|cons"),
+    ("cohere_command", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_n'),
+    ("phi4_mini_json", 'functools[{"na'),
     (JSON_IN_TAGS, '<use>{"tool": "f'),
     (NAME_THEN_JSON, ">>>f:"),
 ]
@@ -236,6 +255,23 @@ def test_ids_differ_and_are_as_the_models_templates_want_them() -> None:
         ("{{ tools }} <|python_tag|>", "llama3_json"),
         ("{{ tools }} <tool_call><function=x>", "qwen3_coder"),
         ("{{ tools }} <｜tool▁sep｜> ```json", "deepseek_v3"),
+        ("{{ tools }} <tool_call>{name}\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>", "glm45"),
+        ("{{ tools }} <tool_call>{name}<arg_key>k</arg_key><arg_value>v</arg_value>", "glm47"),
+        ("{{ tools }} <|tool_call_argument_begin|>", "kimi_k2"),
+        ("{{ tools }} <minimax:tool_call>", "minimax_m2"),
+        ("{{ tools }} <seed:tool_call>", "seed_oss"),
+        ("{{ tools }} <{{ '｜DSML｜' }}function_calls>", "deepseek_v32"),
+        ("{{ tools }} <{{ '｜DSML｜' }}tool_calls>", "deepseek_v4"),
+        ("{{ tools }} <｜tool_calls_begin｜>", "step3"),
+        ("{{ tools }} <tool_calls>[", "hunyuan_a13b"),
+        ("{{ tools }} <|START_ACTION|>", "cohere_command"),
+        ("{{ tools }} <|tool|> <|/tool|>", "phi4_mini_json"),
+        ("{{ tools }} <|tool_list_start|>", "lfm2"),
+        ("{{ tools }} <function_calls>", "olmo3"),
+        ("{{ tools }} <|action_start|><|plugin|>", "internlm"),
+        ("{{ tools }} <longcat_tool_call>", "longcat"),
+        ("{{ tools }} <function_call>", "granite_20b_fc"),
+        ('{{ tools }} <function name="f"><param name="p">', "minicpm5"),
         ("{{ tools }} <｜tool▁sep｜>", "deepseek_v31"),
         ("{{ tools }} <|tool_call|>", "granite"),
         ("{{ tools }} <|python_start|>", "pythonic"),

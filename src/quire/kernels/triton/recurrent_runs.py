@@ -1,11 +1,11 @@
-"""Helpers of the gated delta net kernels: the segments of a run, and the decay of a state."""
+"""Helpers of the kernels of recurrent layers: the segments of a run, and the decay of a state."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from quire.kernels.delta import SAME_RUN
+from quire.kernels.recurrent import SAME_RUN
 
 _SAME_RUN = tl.constexpr(SAME_RUN)
 _LONG = tl.constexpr(16)  # tokens from which a run is computed by chunks

@@ -1,0 +1,37 @@
+"""Models of Mistral AI beside Mistral: Ministral, some of whose layers have windows, and the text part of Mistral 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.config.fields import Fields
+from quire.config.model import ModelConfig
+from quire.runtime.models.decoder import Decoder, read_mistral
+from quire.runtime.models.family import Family, text_model_name
+from quire.runtime.models.hf_config import read_decoder, read_window, read_windows
+
+_TEXT_SIZES = {"num_hidden_layers": 40, "hidden_size": 5_120, "intermediate_size": 32_768, "vocab_size": 131_072,
+               "num_attention_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e9,
+               "sliding_window": None}  # fmt: skip
+
+
+def read_ministral(config: Fields) -> ModelConfig:
+    windows = read_windows(config, read_window(config, 4_096), lambda layer: True)  # noqa: ARG005
+    return read_decoder(config, "ministral", 131_072, num_kv_heads=8, windows=windows)
+
+
+def read_mistral3(config: Fields) -> ModelConfig:
+    """Read the text model, which is a Mistral."""
+    kind = config.text("model_type", "mistral")
+    if kind not in ("mistral", "mistral3"):
+        raise config.refuse("text_config.model_type", f"{kind!r} is not supported", fix="supported: mistral")
+    return replace(read_mistral(Fields(config.file, {**_TEXT_SIZES, **config.values})), architecture="mistral3")
+
+
+def rename(name: str) -> str | None:
+    """Ignore the vision tower."""
+    return text_model_name(name, ("vision_tower.", "multi_modal_projector."))
+
+
+MINISTRAL = Family(name="ministral", build=Decoder, read=read_ministral)
+MISTRAL3 = Family(name="mistral3", build=Decoder, read=read_mistral3, rename=rename, nested="text_config")

@@ -1,0 +1,112 @@
+"""Families whose experts rank by sigmoids, and other mixtures: settings beside the tiny models of the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from family_bench import change_config, check_parity
+from family_models import FamilyCase
+from quire.runtime.loading.checkpoint import open_checkpoint
+from quire.runtime.loading.files import files_at
+from quire.types.errors import ModelLoadError
+
+pytest.importorskip("transformers")
+
+
+def written(name: str, folder: Path, **changes: Any) -> FamilyCase:
+    case = FamilyCase(name, folder, changes)
+    assert case.model is not None  # its files are there
+    return case
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "first_k_dense_replace": 0}),
+        ("glm4_moe", {"norm_topk_prob": False, "head_dim": 24, "tie_word_embeddings": True}),
+        ("solar_open", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0,
+                                            "original_max_position_embeddings": 256}}),
+        ("minimax_m2", {"rotary_dim": 16}),
+        ("dots1", {"n_shared_experts": 2, "attention_bias": True, "norm_topk_prob": False}),
+        ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+        ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
+    ],
+)  # fmt: skip
+def test_other_forms(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    case = written(name, tmp_path, **changes)
+    check_parity(tmp_path, attention="auto", model=case.model)
+
+
+def test_glm_leaves_out_the_layers_that_draft(tmp_path: Path) -> None:
+    case = written("glm4_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {f"model.layers.3.{name}": tensors["model.norm.weight"].clone() for name in ("enorm.weight", "hnorm.weight")}
+    save_file(tensors | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    change_config(tmp_path, num_nextn_predict_layers=1)
+    check_parity(tmp_path, attention="auto", model=case.model)
+
+
+def test_published_files_of_minimax_say_more_than_transformers_writes(tmp_path: Path) -> None:
+    case = written("minimax_m2", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    change_config(
+        tmp_path, rope_theta=5_000_000, rotary_dim=8, scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True,
+        qk_norm_type="per_layer", shared_intermediate_size=0, attn_type_list=[1, 1, 1], use_mtp=True, num_mtp_modules=3,
+    )  # fmt: skip
+    check_parity(tmp_path, attention="auto", model=case.model)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_kimi_is_read_as_deepseek_v3(is_nested: bool, tmp_path: Path) -> None:
+    """Kimi K2 says another model_type; K2.5 is the text model of a model for images, whose tower is not read."""
+    case = written("deepseek_v3", tmp_path)
+    change_config(tmp_path, model_type="kimi_k2")
+    if is_nested:
+        text = json.loads((tmp_path / "config.json").read_text())
+        outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
+        (tmp_path / "config.json").write_text(json.dumps(outer))
+        tensors = load_file(tmp_path / "model.safetensors")
+        nested = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        nested |= {
+            f"{name}.weight": tensors["model.norm.weight"].clone()
+            for name in ("vision_tower.norm", "mm_projector.proj.0")
+        }
+        save_file(nested, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check_parity(tmp_path, attention="auto", model=case.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("glm4_moe", "scoring_func", "softmax"),
+        ("glm4_moe", "topk_method", "greedy"),
+        ("glm4_moe", "n_group", 3),
+        ("glm4_moe", "num_experts_per_tok", 9),
+        ("glm4_moe", "use_sliding_window", True),
+        ("glm4_moe", "first_k_dense_replace", -1),
+        ("solar_open", "first_k_dense_replace", 1),
+        ("solar_open", "use_qk_norm", True),
+        ("minimax_m2", "use_routing_bias", False),
+        ("minimax_m2", "use_qk_norm", False),
+        ("minimax_m2", "qk_norm_type", "per_head"),
+        ("minimax_m2", "shared_intermediate_size", 32),
+        ("minimax_m2", "attn_type_list", [1, 0, 1]),
+        ("minimax_m2", "sliding_window", 128),
+        ("dots1", "layer_types", ["full_attention"]),
+        ("olmoe", "clip_qkv", 8.0),
+        ("olmoe", "num_experts", 0),
+        ("granitemoe", "num_experts_per_tok", 5),
+        ("granitemoeshared", "shared_intermediate_size", -1),
+    ],
+)
+def test_what_would_change_the_output_is_refused(name: str, key: str, value: object, tmp_path: Path) -> None:
+    change_config(written(name, tmp_path).directory, **{key: value})
+    with pytest.raises(ModelLoadError, match=key):
+        open_checkpoint(files_at(tmp_path))
