@@ -159,7 +159,7 @@ def test_a_product_of_sorted_rows(tile: GroupedTile) -> None:
 
 @pytest.mark.parametrize(("tokens", "used", "size"), [(1, 2, 8), (9, 3, 40), (40, 2, 1100)])
 def test_rows_are_copied_to_their_places(tokens: int, used: int, size: int) -> None:
-    x, tile = rand(tokens, size), GroupedTile(16)
+    x, tile = rand(tokens, size), GroupedTile(24)
     rows = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
     rows[::4] = -1
     routing = _routing(rand(tokens, 5, seed=3), used, tile, rows=rows)

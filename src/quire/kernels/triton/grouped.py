@@ -8,7 +8,7 @@ has its own row of results, and a token's pairs are summed in the order of rank:
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels.clamp import Clamp
 from quire.kernels.triton.activation import ACTIVATIONS, activate, clamped
+from quire.kernels.triton.grouped_places import PairTiling
 from quire.kernels.triton.launch import (
     FLOAT8,
     await_inputs,
@@ -44,13 +45,6 @@ class GroupedTiling(NamedTuple):
     warps: int
     stages: int
     together: int = 8  # tiles grouped for L2 reuse: their programs run side by side
-
-
-class PairTiling(Protocol):
-    """The part of a kernel's tile sizes that places pairs in tiles."""
-
-    @property
-    def block_m(self) -> int: ...  # pairs of a tile
 
 
 class Stack(NamedTuple):
@@ -134,8 +128,7 @@ def _choose_kernel(
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _place_kernel(
     chosen_ptr, places_ptr, tile_experts_ptr, pairs, first, num, tiles,
-    BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, PADDED_M: tl.constexpr, TILES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Place pairs in tiles: one program for each of `num` experts from `first` on, and one for the unused tiles."""
     mine = tl.program_id(0)
@@ -161,8 +154,9 @@ def _place_kernel(
             at = place + tl.cumsum(is_mine, 0) - 1
             tl.store(places_ptr + at, start + pair, mask=is_mine > 0)
             place += tl.sum(is_mine, 0)
-        rest = place + tl.arange(0, PADDED_M)
-        tl.store(places_ptr + rest, tl.zeros((PADDED_M,), tl.int32) - 1, mask=rest < end * BLOCK_M)
+        PADDED: tl.constexpr = triton.next_power_of_2(BLOCK_M)
+        rest = place + tl.arange(0, PADDED)
+        tl.store(places_ptr + rest, tl.zeros((PADDED,), tl.int32) - 1, mask=rest < end * BLOCK_M)
 
 
 @triton.jit
@@ -324,14 +318,11 @@ def route(
         BLOCK=block, RANKS=power_of_two(num_used), DEPENDENT=dependent,
         num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
-    block, bins = (
-        max(_FEWEST_AT_ONCE, min(power_of_two(pairs), _MOST_AT_ONCE)),
-        max(_FEWEST_BINS, power_of_two(len(own) + 1)),
-    )
+    block = max(_FEWEST_AT_ONCE, min(power_of_two(pairs), _MOST_AT_ONCE))
+    bins = max(_FEWEST_BINS, power_of_two(len(own) + 1))
     _place_kernel[(len(own) + 1,)](
         chosen, places, routing.tile_experts, pairs, own.start, len(own), tiles,
-        BLOCK=block, BINS=bins, BLOCK_M=tiling.block_m, PADDED_M=power_of_two(tiling.block_m), TILES=_TILES_AT_ONCE,
-        DEPENDENT=dependent,
+        BLOCK=block, BINS=bins, BLOCK_M=tiling.block_m, TILES=_TILES_AT_ONCE, DEPENDENT=dependent,
         num_warps=4 if block < _MOST_AT_ONCE else 8, num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
     return routing

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.grouped import Routing
 from quire.kernels.triton.launch import await_inputs, check, check_rows, power_of_two, warps_for
 
+if TYPE_CHECKING:
+    from quire.kernels.triton.grouped import Routing
+
 _COLUMNS = 1024
+
+
+class PairTiling(Protocol):
+    """The part of a kernel's tile sizes that places pairs in tiles."""
+
+    @property
+    def block_m(self) -> int: ...  # pairs of a tile
 
 
 @triton.jit
