@@ -120,7 +120,7 @@ def hopper_grouped_product(
 ) -> Tensor:  # [pairs, outputs]
     """Multiply each pair's row by the weight of its expert, accumulating in float32 and rounding once. Rows of padding
     pairs, and of experts outside `routing.own`, are not written. Deterministic. Inside `compiling_only` nothing is
-    launched: the kernel is compiled in the background."""
+    launched: this kernel, and those that other numbers of pairs need, are compiled in the background."""
     weight, _, bias = stack
     num, rows, inputs = weight.shape
     outputs, pairs, tiles = rows // (1 if activation is None else 2), routing.chosen.numel(), len(routing.tile_experts)
@@ -139,10 +139,13 @@ def hopper_grouped_product(
     out = torch.empty(places if to_places else pairs, outputs, dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
-    compiled = _begin(tile, _Kind(activation, clamp is not None, bias is not None, x.dtype, to_places), x.device)
+    kind = _Kind(activation, clamp is not None, bias is not None, x.dtype, to_places)
+    compiled = _begin(tile, kind, x.device)
     if tile.is_sorted and not from_places:
         x = copy_to_places(x, routing, num_used, dependent=dependent)
     if is_compiling_only():
+        for _, other in _TILES:
+            _begin(other, kind._replace(sorts=other.is_sorted and activation is not None), x.device)
         return out
     columns = -(-rows // (tile.width * tile.cluster))
     given = _Product(
