@@ -24,7 +24,7 @@ from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, choose_g
 
 CUDA = torch.device("cuda", 0)
 TOKENS = (1, 8, 64, 192, 512, 1024, 2048, 8192)
-TILES = ("32,2", "64,1", "64,2", "96,2", "128,2", "128,2,1", "192,2,1")
+TILES = ("32,2", "64,1", "64,2", "96,2", "128,2", "192,2")
 _MANY_TOKENS = 512  # from which one dense gemm is timed beside them
 _WRONG = 0.01  # relative difference between the kernels
 
@@ -76,10 +76,8 @@ class Layer:
         """Return the same by the kernel for Hopper GPUs."""
         shape, routing = self._shape, self.routing(logits, tile)
         options = {"num_used": shape.used, "activation": "silu", "clamp": shape.clamp}
-        ways = {"to_places": tile.is_sorted}
-        up = partial(hopper_grouped_product, x, self._gate_up, routing, tile, **options, **ways)  # type: ignore[arg-type]
-        ways = {"from_places": tile.is_sorted}
-        return up, partial(hopper_grouped_product, up(), self._down, routing, tile, num_used=1, **ways)
+        up = partial(hopper_grouped_product, x, self._gate_up, routing, tile, **options)  # type: ignore[arg-type]
+        return up, partial(hopper_grouped_product, up(), self._down, routing, tile, num_used=1)
 
     def library(self, tokens: int) -> list[float]:
         """Return the microseconds of two dense gemms of as many rows as there are pairs, without gate or bias."""
@@ -119,7 +117,7 @@ def measure(name: str, shape: Shape, tokens_of: list[int], given: list[GroupedTi
             own = layer.hopper(x, logits, tile)
             error = relative_error(own[1](), wanted[1])
             taken = [graph_us([call]) for call in own]
-            word = f"{tile.block_m} x {tile.width}{' sorted' if tile.is_sorted else ''}"
+            word = f"{tile.block_m} x {tile.width}"
             ratio = f"{sum(times) / sum(taken):.2f}x"
             wrong = "" if error < _WRONG else f"  WRONG: {error:.1e}"
             print(
@@ -138,7 +136,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument(
-        "--tiles", nargs="+", default=TILES, help="pairs, units of 128 rows of a weight, whether rows are copied first",
+        "--tiles", nargs="+", default=TILES, help="pairs, and units of 128 rows of a weight",
     )  # fmt: skip
     options = parser.parse_args()
     tiles = [GroupedTile(*map(int, each.split(","))) for each in options.tiles]

@@ -20,8 +20,7 @@ from quire.kernels.cuda.grouped_product import (
     takes_stack,
 )
 from quire.kernels.triton.compiling import compiling_only
-from quire.kernels.triton.grouped import Routing, Stack, combine, most_tiles, route
-from quire.kernels.triton.grouped_places import copy_to_places
+from quire.kernels.triton.grouped import Routing, Stack, combine, route
 from quire.runtime.layers.stacked_experts import StackedExperts
 from triton_cases import DEVICE, rand
 
@@ -29,12 +28,11 @@ BF16 = torch.bfloat16
 HOPPER = takes_stack(Stack(torch.zeros(1, 16, 8, dtype=BF16, device=DEVICE), None))
 on_hopper = pytest.mark.skipif(not HOPPER, reason="the kernel runs on Hopper GPUs")
 TILES = [GroupedTile(rows, height) for rows in (16, 24, 32, 48, 64, 96, 128, 192) for height in (1, 2)]
-SORTED = [GroupedTile(rows, 2, is_sorted=True) for rows in (64, 128, 192)]
 LARGEST_ERROR = {BF16: 4e-3, torch.float16: 8e-4}
 GPT_OSS = Clamp(7.0, 1.702, 1.0)
 
 
-@pytest.mark.parametrize("tile", TILES + SORTED, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
 def test_tiles_fit_a_multiprocessor(tile: GroupedTile) -> None:
     assert tile.stages >= 4  # rows are handed over half of the stages later, and at least two before they are needed
     barriers = 2 * 8 * tile.stages + 16
@@ -112,24 +110,8 @@ def _compare(
     is_own = (chosen >= routing.own.start) & (chosen < routing.own.stop)
     difference = found.double()[is_own] - wanted[is_own]
     assert float(difference.norm()) <= LARGEST_ERROR[dtype] * float(wanted.norm())
-    if tile.is_sorted:
-        _compare_places(tile, x, stack, routing, wanted, used, activation, clamp)
     again = hopper_grouped_product(x, stack, routing, tile, num_used=used, activation=activation, clamp=clamp)
     assert torch.equal(again[is_own], found[is_own])
-
-
-def _compare_places(
-    tile: GroupedTile, x: Tensor, stack: Stack, routing: Routing, wanted: Tensor, used: int, activation: str | None,
-    clamp: Clamp | None,
-) -> None:  # fmt: skip
-    """The product of sorted rows, with results in places, has at each place what its pair has."""
-    rows = copy_to_places(x, routing, used)
-    found = hopper_grouped_product(
-        rows, stack, routing, tile, num_used=1, activation=activation, clamp=clamp, from_places=True, to_places=True
-    )
-    is_real = (routing.tile_experts >= 0).repeat_interleave(tile.block_m) & (routing.places >= 0)
-    difference = found[is_real].double() - wanted[routing.places[is_real].long()]
-    assert float(difference.norm()) <= LARGEST_ERROR[x.dtype] * float(wanted.norm())
 
 
 SHAPES = [(1, 4, 2, 8, 16), (40, 8, 2, 200, 144), (333, 5, 3, 1000, 528), (96, 3, 1, 64, 1024), (700, 2, 2, 512, 256)]
@@ -150,26 +132,7 @@ def test_a_gated_product(tile: GroupedTile) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("tile", SORTED, ids=str)
-def test_a_product_of_sorted_rows(tile: GroupedTile) -> None:
-    for shape in SHAPES:
-        _compare(tile, *shape)
-        _compare(tile, *shape, activation="silu", clamp=GPT_OSS, has_bias=True)
-
-
-@pytest.mark.parametrize(("tokens", "used", "size"), [(1, 2, 8), (9, 3, 40), (40, 2, 1100)])
-def test_rows_are_copied_to_their_places(tokens: int, used: int, size: int) -> None:
-    x, tile = rand(tokens, size), GroupedTile(24)
-    rows = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
-    rows[::4] = -1
-    routing = _routing(rand(tokens, 5, seed=3), used, tile, rows=rows)
-    is_real = (routing.tile_experts >= 0).repeat_interleave(tile.block_m) & (routing.places >= 0)
-    found = copy_to_places(x, routing, used)
-    assert torch.equal(found[is_real], x[routing.places[is_real].long() // used])
-
-
-@on_hopper
-@pytest.mark.parametrize("tile", [GroupedTile(32), GroupedTile(48, 1), GroupedTile(128)], ids=str)
+@pytest.mark.parametrize("tile", [GroupedTile(32), GroupedTile(48, 1), GroupedTile(96), GroupedTile(128)], ids=str)
 def test_products_with_biases_and_a_clamp(tile: GroupedTile) -> None:
     for shape in SHAPES:
         _compare(tile, *shape, has_bias=True)
@@ -238,7 +201,7 @@ def test_captured_launches_before_the_kernel_before_has_ended() -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("tile", [GroupedTile(64), SORTED[1]], ids=str)
+@pytest.mark.parametrize("tile", [GroupedTile(64), GroupedTile(96)], ids=str)
 def test_a_layer_of_experts_is_the_same_by_both_kernels(tile: GroupedTile, monkeypatch: pytest.MonkeyPatch) -> None:
     stacks = _stack(8, 512, 256, BF16, has_bias=True), _stack(8, 256, 256, BF16, has_bias=True, seed=5)
     linears = [SimpleNamespace(stack=stack, experts=range(8), adapters=None) for stack in stacks]
@@ -253,24 +216,16 @@ def test_a_layer_of_experts_is_the_same_by_both_kernels(tile: GroupedTile, monke
         assert float((mixed[0] - mixed[1]).norm()) <= LARGEST_ERROR[BF16] * float(mixed[1].norm())
 
 
-@pytest.mark.parametrize(("pairs", "rows"), [(100, 0), (10000, 192)])
-def test_few_pairs_of_an_expert_are_left_to_triton(pairs: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("pairs", "is_chosen"), [(100, False), (8 * 64, True), (8 * 128, False), (8 * 256, True)])
+def test_the_kernel_is_chosen_by_the_pairs_of_an_expert(
+    pairs: int, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "runs_on", lambda _: True)
     stacks = Stack(torch.zeros(8, 32, 16, dtype=BF16), None), Stack(torch.zeros(8, 16, 16, dtype=BF16), None)
     tile = choose_grouped_tile(pairs, 8, *stacks)
-    assert (0 if tile is None else tile.block_m) == rows
-    assert choose_grouped_tile(pairs, 8, Stack(stacks[0].numbers, torch.ones(8, 32)), stacks[1]) is None
-    assert choose_grouped_tile(pairs, 8, stacks[0], Stack(stacks[1].numbers.float(), None)) is None
-
-
-def test_places_of_sorted_tiles_are_at_most_twice_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "runs_on", lambda _: True)
-    for num in (8, 60, 384):
-        stacks = Stack(torch.zeros(num, 32, 16, dtype=BF16), None), Stack(torch.zeros(num, 16, 16, dtype=BF16), None)
-        for pairs in range(0, 300 * num, 13 * num + 1):
-            tile = choose_grouped_tile(pairs, num, *stacks)
-            if tile is not None and tile.is_sorted:
-                assert most_tiles(pairs, num, tile.block_m) * tile.block_m <= 2 * pairs
+    assert (tile is not None) == is_chosen
+    assert choose_grouped_tile(512, 8, Stack(stacks[0].numbers, torch.ones(8, 32)), stacks[1]) is None
+    assert choose_grouped_tile(512, 8, stacks[0], Stack(stacks[1].numbers.float(), None)) is None
 
 
 @on_hopper

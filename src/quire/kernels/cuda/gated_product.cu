@@ -26,6 +26,14 @@ struct Product {
     int together;          // row tiles that use the same weights one after the other
 };
 
+// Arrive at the mbarrier at the same offset in another block of the cluster. Without ".release.cluster", since only
+// memory that was read is handed over, and such a release would wait for all of this block's global memory operations.
+__device__ __forceinline__ void arrive_at(u32 barrier, int program) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" :: "r"(barrier), "r"(program) : "memory");
+}
+
 // TMA copy of WIDTH rows of the weight, starting at group `first` of eight rows of gate and of up.
 __device__ __forceinline__ void copy_weights(u32 to, const TensorMap* map, int column, int first, u32 barrier) {
     asm volatile(
@@ -39,6 +47,11 @@ __device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int colu
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%2, %3}], [%4], %5;"
         :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
+}
+
+// Barrier of the cluster.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // The tile of a block: `together` row tiles with one pair of weight tiles, then with the next, for L2 reuse.

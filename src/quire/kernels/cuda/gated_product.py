@@ -138,7 +138,7 @@ def gated_product(
     steps = -(-inputs // _STEP)
     given = _Product(out.data_ptr(), rows, outputs, out.stride(0), steps, row_tiles, pairs, _TOGETHER)
     arguments = (
-        map_of_rows(x.data_ptr(), x.dtype, rows, inputs, x.stride(0), tile.rows // _CLUSTER),
+        _map_of_rows(x.data_ptr(), x.dtype, rows, inputs, x.stride(0), tile.rows // _CLUSTER),
         _map_of_weight(weight.data_ptr(), x.dtype, outputs, inputs, tile.width),
         given,
     )
@@ -220,8 +220,7 @@ __device__ __forceinline__ void multiply(
 
 
 @lru_cache(maxsize=4096)
-def map_of_rows(address: int, dtype: torch.dtype, rows: int, inputs: int, stride: int, at_once: int) -> TensorMap:
-    """Return a TMA map of x [rows, inputs] in boxes of `at_once` rows."""
+def _map_of_rows(address: int, dtype: torch.dtype, rows: int, inputs: int, stride: int, at_once: int) -> TensorMap:
     return TensorMap.make(address, dtype, (inputs, rows), (stride,), (_STEP, at_once))
 
 

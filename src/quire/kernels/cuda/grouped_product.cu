@@ -6,11 +6,7 @@
 // and so on, so that a thread has both sums of an output. One producer warpgroup copies weights by TMA, and the rows of x
 // that the pairs name by cp.async, to a ring of STAGES stages; each of GROUPS consumer warpgroups multiplies 64 * HEIGHT
 // rows of the weight, and stores the results. Thread blocks are persistent over the tiles that pairs use.
-//
-// With SORTED, x has a row for each place of a tile, and TMA copies these too. The two thread blocks of a cluster then take
-// adjacent tiles of the weight for the same rows: each copies half of these rows and multicasts them to both.
 
-constexpr int CLUSTER = SORTED ? 2 : 1;
 constexpr int WIDTH = 64 * GROUPS * HEIGHT;
 constexpr int WEIGHT_BYTES = WIDTH * LINE;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * LINE;
@@ -30,7 +26,7 @@ constexpr int LOADING_REGISTERS = 40, MULTIPLYING_REGISTERS = 232;
 struct Product {
     u64 x, bias, out, places, tile_experts;
     int tiles;       // in `tile_experts`, of which those that pairs use come first
-    int columns;     // tiles over the rows of a weight, divided by CLUSTER
+    int columns;     // tiles over the rows of a weight
     int rows;        // of an expert's weight
     int outputs, inputs, steps;
     int x_stride;    // in 16 bytes
@@ -52,14 +48,6 @@ __device__ __forceinline__ void copy_piece(u32 to, u64 from, bool inside) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 
-// TMA copy of half of a tile's rows, multicast to both blocks of the cluster.
-__device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3}], [%4], %5;"
-        :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
-}
-
 // Arrive at an mbarrier.
 __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
@@ -72,7 +60,7 @@ struct Unit { int pairs, column; };
 __device__ __forceinline__ Unit unit_of(int number, int tiles, const Product& p) {
     const int begin = number / (p.together * p.columns) * p.together, height = min(tiles - begin, p.together);
     const int rest = number - begin * p.columns;
-    return {begin + rest % height, rest / height * CLUSTER + (int)blockIdx.x % CLUSTER};
+    return {begin + rest % height, rest / height};
 }
 
 // The number of tiles that pairs use. Called by all threads.
@@ -98,7 +86,7 @@ __device__ __forceinline__ void load(const TensorMap* weight, const Product& p, 
     const u32 own = WEIGHT_BYTES + first_row * LINE + (piece ^ first_row % 8) * 16;  // swizzled as by TMA
     int stage = 0, ready = 0, begun = 0;  // ready: the next stage to hand over; begun: stages before that, at most LAG
     u32 phase = 1;
-    for (int number = blockIdx.x / CLUSTER; number < tiles * p.columns; number += gridDim.x / CLUSTER) {
+    for (int number = blockIdx.x; number < tiles * p.columns; number += gridDim.x) {
         const Unit unit = unit_of(number, tiles, p);
         const int expert = ((const int*)p.tile_experts)[unit.pairs];
         u32 rows[COPIED];
@@ -133,26 +121,6 @@ __device__ __forceinline__ void load(const TensorMap* weight, const Product& p, 
     for (; begun > 0; begun--) {
         hand_over(full + 8 * ready);
         if (++ready == STAGES) ready = 0;
-    }
-}
-
-// The code of the producer thread with SORTED.
-__device__ __forceinline__ void load_sorted(
-    const TensorMap* weight, const TensorMap* x, const Product& p, int tiles, u32 ring, u32 full, u32 empty) {
-    const int half = blockIdx.x % CLUSTER;
-    int stage = 0;
-    u32 phase = 1;
-    for (int number = blockIdx.x / CLUSTER; number < tiles * p.columns; number += gridDim.x / CLUSTER) {
-        const Unit unit = unit_of(number, tiles, p);
-        const int expert = ((const int*)p.tile_experts)[unit.pairs];
-        for (int k = 0; k < p.steps; k++) {
-            const u32 to = ring + stage * STAGE_BYTES, ready = full + 8 * stage;
-            await(empty + 8 * stage, phase);
-            expect(ready, STAGE_BYTES);
-            copy_weights(to, weight, k * STEP, unit.column * WIDTH_EIGHTS, expert, ready);
-            copy_rows(to + WEIGHT_BYTES + half * ROWS / 2 * LINE, x, k * STEP, unit.pairs * ROWS + half * ROWS / 2, ready);
-            if (++stage == STAGES) stage = 0, phase ^= 1;
-        }
     }
 }
 
@@ -220,11 +188,9 @@ __device__ __forceinline__ void write_results(
     }
 }
 
-// Called when a warp has read a stage: lets the producers of the cluster copy to it again.
+// Called when a warp has read a stage: lets the producer copy to it again.
 __device__ __forceinline__ void release(u32 barrier) {
-    const int lane = threadIdx.x % 32;
-    if (!SORTED && lane == 0) arrive(barrier);
-    if (SORTED && lane < CLUSTER) arrive_at(barrier, lane);
+    if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
 // Where a consumer is in the ring.
@@ -275,26 +241,20 @@ __device__ __forceinline__ int count_quarters(const int* places) {
     return count;
 }
 
-// The row of results of a place in a tile: the pair's number, or with SORTS the place's.
-__device__ __forceinline__ int row_at(const int* places, int place, int tile) {
-    const int pair = places[place];
-    return SORTS && pair >= 0 ? tile * ROWS + place : pair;
-}
-
 // The code of a consumer warpgroup: its rows of the weight, of all units of this block.
 __device__ __forceinline__ void multiply_units(const Product& p, int tiles, u32 ring, u32 full, u32 empty) {
     const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1, lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32 % 4;
     Position at = {0, 0};
-    for (int number = blockIdx.x / CLUSTER; number < tiles * p.columns; number += gridDim.x / CLUSTER) {
+    for (int number = blockIdx.x; number < tiles * p.columns; number += gridDim.x) {
         const Unit unit = unit_of(number, tiles, p);
         const int* places = (const int*)p.places + unit.pairs * ROWS;
         const int expert = HAS_BIAS ? ((const int*)p.tile_experts)[unit.pairs] : 0;
         int whole[EIGHTS / 4 + 1], rest[4];
 #pragma unroll
-        for (int i = 0; i < EIGHTS / 4; i++) whole[i] = row_at(places, 8 * (4 * i + lane % 4) + lane / 4, unit.pairs);
+        for (int i = 0; i < EIGHTS / 4; i++) whole[i] = places[8 * (4 * i + lane % 4) + lane / 4];
 #pragma unroll
-        for (int i = EIGHTS / 4 * 4; i < EIGHTS; i++) rest[i % 4] = row_at(places, 8 * i + lane / 4, unit.pairs);
+        for (int i = EIGHTS / 4 * 4; i < EIGHTS; i++) rest[i % 4] = places[8 * i + lane / 4];
         const bool idle = unit.column * WIDTH + group * HEIGHT * 64 >= p.rows;
         float sums[HEIGHT][SUMS];
         const int quarters = idle ? 0 : count_quarters(places);
@@ -313,32 +273,28 @@ __device__ __forceinline__ void multiply_units(const Product& p, int tiles, u32 
 }
 
 // The kernel: warpgroup 0 is the producer, the others are consumers.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) grouped_product(
-    const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const __grid_constant__ Product p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_product(
+    const __grid_constant__ TensorMap weight, const __grid_constant__ Product p) {
     extern __shared__ char memory[];
     __shared__ alignas(8) u64 barriers[2 * STAGES];
     __shared__ int total;
     const u32 full = shared_address(barriers), empty = full + 8 * STAGES, ring = (shared_address(memory) + 1023) & ~1023u;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            init_barrier(full + 8 * i, SORTED ? 1 : 1 + 4);  // TMA, and the rows of four producer warps
-            init_barrier(empty + 8 * i, 4 * GROUPS * CLUSTER);
+            init_barrier(full + 8 * i, 1 + 4);  // the weights, and the rows of four producer warps
+            init_barrier(empty + 8 * i, 4 * GROUPS);
         }
         total = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    if (SORTED) meet_cluster();
     await_kernel_before();
     const int tiles = count_tiles(p, &total);
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(LOADING_REGISTERS));
-        if (!SORTED) load(&weight, p, tiles, ring, full, empty);
-        else if (threadIdx.x == 0) load_sorted(&weight, &x, p, tiles, ring, full, empty);
-        __syncwarp();
+        load(&weight, p, tiles, ring, full, empty);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(MULTIPLYING_REGISTERS));
         multiply_units(p, tiles, ring, full, empty);
     }
-    if (SORTED) meet_cluster();  // no block exits while the other may still copy to its shared memory
 }

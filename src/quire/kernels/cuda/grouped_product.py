@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.clamp import Clamp
-from quire.kernels.cuda.gated_product import compile_pool, map_of_rows, runs_on, wgmma_source
+from quire.kernels.cuda.gated_product import compile_pool, runs_on, wgmma_source
 from quire.kernels.cuda.nvrtc import CudaKernel, TensorMap, compile_source
 from quire.kernels.triton.activation import ACTIVATIONS
 from quire.kernels.triton.compiling import is_compiling_only
 from quire.kernels.triton.grouped import Routing, Stack
-from quire.kernels.triton.grouped_places import copy_to_places
 from quire.kernels.triton.launch import check, check_rows, num_processors
 
 _GROUPS = 2  # consumer warpgroups
@@ -36,17 +35,11 @@ class GroupedTile(NamedTuple):
 
     block_m: int  # pairs: a multiple of eight
     height: int = 2  # in units of 64 rows of the weight, per warpgroup
-    is_sorted: bool = False  # rows are copied to their places first: clusters of two blocks then share them
     together: int = 8  # tiles of pairs that use the same weights one after the other
 
     @property
     def width(self) -> int:
         return 64 * _GROUPS * self.height
-
-    @property
-    def cluster(self) -> int:
-        """Blocks per cluster."""
-        return 2 if self.is_sorted else 1
 
     @property
     def stage_bytes(self) -> int:
@@ -58,9 +51,10 @@ class GroupedTile(NamedTuple):
         return min(_MOST_STAGES, _SHARED_BYTES // self.stage_bytes)
 
 
-# The tile from so many pairs per expert on, where it is faster than the Triton kernel on an H200. Sorted tiles have no
-# more pairs than an expert on average: places are then at most twice the pairs, which the memory plan has room for.
-_TILES = ((192, GroupedTile(192, is_sorted=True)), (128, GroupedTile(128, is_sorted=True)), (40, GroupedTile(64)))
+# Pairs per expert, on average, for which the kernel is faster than Triton's on an H200. Tiles wait for their weights
+# more than for wgmma: one tile of 96 pairs ends before Triton's of 128, three of them before Triton's two or three.
+_SHARES = ((44, 76), (240, 264))
+_TILE = GroupedTile(96)
 
 
 class _Kind(NamedTuple):
@@ -70,7 +64,6 @@ class _Kind(NamedTuple):
     is_clamped: bool
     has_bias: bool
     dtype: torch.dtype
-    sorts: bool
 
 
 class _Product(ctypes.Structure):
@@ -100,13 +93,13 @@ def takes_stack(stack: Stack) -> bool:
 
 def choose_grouped_tile(pairs: int, num: int, gate_up: Stack, down: Stack) -> GroupedTile | None:
     """Choose the tile for `pairs` pairs of `num` experts; None if the Triton kernel is to multiply them, or must."""
-    if pairs < _TILES[-1][0] * num or not takes_stack(gate_up) or not takes_stack(down):
+    if not any(least * num <= pairs <= most * num for least, most in _SHARES):
         return None
-    return next(tile for share, tile in _TILES if pairs >= share * num)
+    return _TILE if takes_stack(gate_up) and takes_stack(down) else None
 
 
 def hopper_grouped_product(
-    x: Tensor,  # [tokens, inputs]; [pairs, inputs] with num_used = 1; [places, inputs] with from_places
+    x: Tensor,  # [tokens, inputs], or [pairs, inputs] with num_used = 1
     stack: Stack,
     routing: Routing,  # with tiles of tile.block_m pairs
     tile: GroupedTile,
@@ -114,53 +107,38 @@ def hopper_grouped_product(
     num_used: int,  # pairs per row of x
     activation: str | None = None,  # of ACTIVATIONS: weights are gate, then up, and the result is activation(gate) * up
     clamp: Clamp | None = None,  # of the gated activation
-    from_places: bool = False,  # x has a row for each place of the routing; for sorted tiles
-    to_places: bool = False,  # so has the result
     dependent: bool = False,  # programmatic dependent launch
 ) -> Tensor:  # [pairs, outputs]
     """Multiply each pair's row by the weight of its expert, accumulating in float32 and rounding once. Rows of padding
     pairs, and of experts outside `routing.own`, are not written. Deterministic. Inside `compiling_only` nothing is
-    launched: this kernel, and those that other numbers of pairs need, are compiled in the background."""
+    launched: the kernel is compiled in the background."""
     weight, _, bias = stack
     num, rows, inputs = weight.shape
     outputs, pairs, tiles = rows // (1 if activation is None else 2), routing.chosen.numel(), len(routing.tile_experts)
-    places = tiles * tile.block_m
     check_rows(x, "x")
     check(takes_stack(stack), "weights are 16-bit, contiguous and aligned, on a Hopper GPU")
     check(num == len(routing.own), "a matrix of each of the routing's own experts")
-    lines = places if from_places else pairs // num_used
-    check(x.dtype == weight.dtype and x.shape == (lines, inputs), "x is [pairs / num_used, inputs]")
-    check(not from_places or tile.is_sorted, "only sorted tiles take a row for each place")
+    check(x.dtype == weight.dtype and x.shape == (pairs // num_used, inputs), "x is [pairs / num_used, inputs]")
     check(bias is None or (bias.shape == (num, rows) and bias.is_contiguous()), "bias: a number per output")
     check(x.stride(0) % _EIGHT == x.data_ptr() % 16 == 0, "rows begin at multiples of 16 bytes")
-    check(outputs % _EIGHT == tile.block_m % (2 * _EIGHT if tile.is_sorted else _EIGHT) == 0, "outputs come in eights")
-    check(len(routing.places) == places, "the routing has tiles of block_m pairs")
+    check(outputs % _EIGHT == tile.block_m % _EIGHT == 0, "outputs and pairs of a tile come in eights")
+    check(len(routing.places) == tiles * tile.block_m, "the routing has tiles of block_m pairs")
     check(clamp is None or activation is not None, "a clamp is of a gate")
-    out = torch.empty(places if to_places else pairs, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
-    kind = _Kind(activation, clamp is not None, bias is not None, x.dtype, to_places)
-    compiled = _begin(tile, kind, x.device)
-    if tile.is_sorted and not from_places:
-        x = copy_to_places(x, routing, num_used, dependent=dependent)
+    compiled = _begin(tile, _Kind(activation, clamp is not None, bias is not None, x.dtype), x.device)
     if is_compiling_only():
-        for _, other in _TILES:
-            _begin(other, kind._replace(sorts=other.is_sorted and activation is not None), x.device)
         return out
-    columns = -(-rows // (tile.width * tile.cluster))
+    columns = -(-rows // tile.width)
     given = _Product(
         x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), routing.places.data_ptr(),
         routing.tile_experts.data_ptr(), tiles, columns, rows, outputs, inputs, -(-inputs // _STEP),
         x.stride(0) // _EIGHT, num_used, tile.together, *(clamp or Clamp(0.0)),
     )  # fmt: skip
     weights = _map_of_weights(weight.data_ptr(), x.dtype, (num, outputs, inputs), tile.width, activation is not None)
-    lines_map = weights  # not read
-    if tile.is_sorted:
-        lines_map = map_of_rows(x.data_ptr(), x.dtype, places, inputs, x.stride(0), tile.block_m // tile.cluster)
-    programs = tile.cluster * min(tiles * columns, num_processors(x.device) // tile.cluster)
-    _load(compiled, tile, x.device).launch(
-        programs, 128 * (_GROUPS + 1), (weights, lines_map, given), dependent=dependent
-    )
+    programs = min(tiles * columns, num_processors(x.device))
+    _load(compiled, tile, x.device).launch(programs, 128 * (_GROUPS + 1), (weights, given), dependent=dependent)
     return out
 
 
@@ -168,7 +146,7 @@ def hopper_grouped_product(
 def _begin(tile: GroupedTile, kind: _Kind, device: torch.device) -> Future[bytes]:
     """Start to compile a kernel in the background. NVRTC does not hold the GIL."""
     is_half = kind.dtype == torch.float16
-    constants = constants_of(tile, kind.activation, kind.is_clamped, kind.has_bias, is_half, sorts=kind.sorts)
+    constants = constants_of(tile, kind.activation, kind.is_clamped, kind.has_bias, is_half)
     capability = torch.cuda.get_device_capability(device)
     wgmma = wgmmas_of(tile, "f16" if is_half else "bf16")
     files = ("hopper.cuh", "grouped_product.cu")
@@ -183,14 +161,13 @@ def wgmmas_of(tile: GroupedTile, dtype: str) -> str:
 
 
 def constants_of(
-    tile: GroupedTile, activation: str | None, is_clamped: bool, has_bias: bool, is_half: bool, *, sorts: bool = False
+    tile: GroupedTile, activation: str | None, is_clamped: bool, has_bias: bool, is_half: bool
 ) -> dict[str, int]:
     """Return the compile-time constants of the kernel."""
     return {
         "GROUPS": _GROUPS, "HEIGHT": tile.height, "ROWS": tile.block_m, "STAGES": tile.stages,
         "GATED": int(activation is not None), "ACTIVATION": ACTIVATIONS[activation or "silu"],
         "CLAMPED": int(is_clamped), "HAS_BIAS": int(has_bias), "IS_HALF": int(is_half),
-        "SORTED": int(tile.is_sorted), "SORTS": int(sorts),
     }  # fmt: skip
 
 

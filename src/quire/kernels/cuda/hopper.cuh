@@ -31,19 +31,6 @@ __device__ __forceinline__ void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrive at the mbarrier at the same offset in another block of the cluster. Without ".release.cluster", since only
-// memory that was read is handed over, and such a release would wait for all of this block's global memory operations.
-__device__ __forceinline__ void arrive_at(u32 barrier, int program) {
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" :: "r"(barrier), "r"(program) : "memory");
-}
-
-// Barrier of the cluster.
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // With a programmatic dependent launch, wait for the previous kernel.
 __device__ __forceinline__ void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

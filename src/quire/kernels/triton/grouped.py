@@ -17,9 +17,9 @@ from torch import Tensor
 
 from quire.kernels.clamp import Clamp
 from quire.kernels.triton.activation import ACTIVATIONS, activate, clamped
-from quire.kernels.triton.grouped_places import PairTiling
 from quire.kernels.triton.launch import (
     FLOAT8,
+    PairTiling,
     await_inputs,
     check,
     check_rows,

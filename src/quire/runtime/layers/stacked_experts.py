@@ -165,19 +165,15 @@ def _product(
     x: Tensor, stack: Stack | NibbleStack, routing: Routing, tiling: GroupedTiling | GroupedTile, *, num_used: int,
     activation: str | None = None, clamp: Clamp | None = None, dependent: bool,
 ) -> Tensor:  # fmt: skip
-    """Multiply pairs by their experts. Between gate-up, which has an activation, and down, the rows of sorted tiles
-    stay in their places."""
     from quire.kernels.cuda.grouped_product import GroupedTile, hopper_grouped_product
     from quire.kernels.triton.grouped import Stack, grouped_product
     from quire.kernels.triton.grouped_nibbles import grouped_nibble_product
 
     if isinstance(tiling, GroupedTile):
         assert isinstance(stack, Stack)
-        is_first = activation is not None
         return hopper_grouped_product(
-            x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent,
-            to_places=tiling.is_sorted and is_first, from_places=tiling.is_sorted and not is_first,
-        )  # fmt: skip
+            x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
+        )
     if isinstance(stack, Stack):
         return grouped_product(
             x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
