@@ -61,8 +61,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
     "granitemoehybrid": Entry("mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",)),
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
-    "nemotron_h": Entry("nemotron_h", "NEMOTRON_H", ("NemotronHForCausalLM",)),
-    "falcon_h1": Entry("falcon_h1", "FALCON_H1", ("FalconH1ForCausalLM",)),
+    "nemotron_h": Entry("nemotron_h", "NEMOTRON_H", ("NemotronHForCausalLM",), in_gguf=True),
+    "falcon_h1": Entry("falcon_h1", "FALCON_H1", ("FalconH1ForCausalLM",), in_gguf=True, gguf_name="falcon-h1"),
     "lfm2": Entry("lfm2", "LFM2", ("Lfm2ForCausalLM",), in_gguf=True),
     "lfm2_moe": Entry("lfm2", "LFM2_MOE", ("Lfm2MoeForCausalLM",), in_gguf=True, gguf_name="lfm2moe"),
     "qwen2_vl": Entry("qwen_vl", "QWEN2_VL", ("Qwen2VLForConditionalGeneration",)),
@@ -98,6 +98,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         "gemma4", "GEMMA4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), in_gguf=True, gguf_name="gemma4"
     ),
     "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",), in_gguf=True, by_inputs=True),
+    "gpt_bigcode": Entry("gpt_bigcode", "GPT_BIGCODE", ("GPTBigCodeForCausalLM",), in_gguf=True, gguf_name="starcoder"),
+    "gptj": Entry("gptj", "GPTJ", ("GPTJForCausalLM",)),
     "gpt_oss": Entry(
         "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)
     ),
