@@ -383,7 +383,8 @@ LAYOUTS: dict[str, Layout] = {
     "olmo2": Layout("olmo2"),
     "granitemoehybrid": Layout(
         "granitehybrid", granite_hybrid_settings,
-        lambda name, values, config: mamba_tensors(name, in_pairs(name, values, config), config), {"mamba_n_groups": 1, "shared_intermediate_size": 64},
+        lambda name, values, config: mamba_tensors(name, in_pairs(name, values, config), config),
+        {"mamba_n_groups": 1, "shared_intermediate_size": 64},
     ),
     "granitemoehybrid-dense": Layout(
         "granitehybrid", granite_hybrid_settings,
