@@ -88,6 +88,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "hunyuan_v1_dense": Entry(
         "hunyuan", "HUNYUAN", ("HunYuanDenseV1ForCausalLM",), in_gguf=True, gguf_name="hunyuan-dense"
     ),
+    "internlm2": Entry("internlm2", "INTERNLM2", ("InternLM2ForCausalLM",)),
     "seed_oss": Entry("plain", "SEED_OSS", ("SeedOssForCausalLM",), in_gguf=True),
     "ernie4_5": Entry("plain", "ERNIE4_5", ("Ernie4_5ForCausalLM",), in_gguf=True),
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",), in_gguf=True),
