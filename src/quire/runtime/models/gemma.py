@@ -18,6 +18,7 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import PostNormed, Projected, Stream, Value
+from quire.runtime.layers.vision import VisionTower
 from quire.runtime.models import gguf_config
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily, text_model_name
@@ -33,6 +34,7 @@ from quire.runtime.models.hf_config import (
     refuse_bidirectional,
 )
 from quire.runtime.models.hf_rope import read_local_rope, read_rope
+from quire.runtime.models.siglip import TOWER_NAMES, SiglipTower, read_siglip
 
 NORM_OFFSET = 1.0
 USUAL_GEMMA3 = {
@@ -76,6 +78,12 @@ class Gemma(Decoder):
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(replace(config, embedding_scale=build.rounded(config.embedding_scale)), build)
+        vision, size = config.vision, config.hidden_size
+        self.vision_tower = None if vision is None else SiglipTower(vision, size, build)
+
+    @property
+    def tower(self) -> VisionTower | None:
+        return self.vision_tower
 
 
 def read_gemma2(config: Fields) -> ModelConfig:
@@ -91,11 +99,16 @@ def read_gemma3(config: Fields) -> ModelConfig:
     every = config.integer("sliding_window_pattern", 6, least=1)
     windows = read_windows(config, read_window(config, 4_096), lambda layer: (layer + 1) % every != 0)
     length = config.integer("max_position_embeddings", 131_072)
-    return read_gemma(
+    numbers = read_gemma(
         config, "gemma3_text", 131_072, windows=windows, qk_norm=True,
         rope=read_rope(config, length, theta=1_000_000.0, layer_type=FULL),
         local_rope=read_local_rope(config, length, SLIDING),
     )  # fmt: skip
+    if config.raw("vision_config") is None:
+        return numbers
+    if numbers.attention_softcap is not None:
+        raise config.refuse("attn_logit_softcapping", "is not supported in models for images")
+    return replace(numbers, vision=read_siglip(config))
 
 
 def read_gemma(
@@ -139,8 +152,12 @@ def _finish_gguf(fields: Fields, config: ModelConfig, *, every: int, deepest: in
 
 
 def rename(name: str) -> str | None:
-    """Ignore the vision tower."""
-    return text_model_name(name, ("vision_tower.", "multi_modal_projector."))
+    """Normalize the names of several versions of transformers."""
+    outer = name.removeprefix("model.")
+    for old, new in TOWER_NAMES.items():
+        if outer.startswith(old):
+            return new + outer.removeprefix(old)
+    return text_model_name(name, ())
 
 
 GEMMA_INNER = GGUF_INNER | {
