@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import facts, publish, save
-from quire.config.model import packed_bytes
+from quire.config.level_bytes import packed_bytes
 from quire.kernels.native.loader import choose_path
 from quire.runtime.layers.native import IntegerProduct, NativeMultiply, PanelProduct
 from quire.runtime.loading.gguf.levels import read_levels

@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from family_bench import change_config, check_parity
 from family_models import FamilyCase
+from quire.config.arguments import EngineArguments
+from quire.config.lengths import model_length, wanted_length
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
-from quire.types.errors import ModelLoadError
+from quire.types.errors import ConfigError, ModelLoadError
 
 pytest.importorskip("transformers")
 
@@ -32,6 +34,10 @@ def written(name: str, folder: Path, **changes: Any) -> FamilyCase:
         ("solar_open", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0,
                                             "original_max_position_embeddings": 256}}),
         ("minimax_m2", {"rotary_dim": 16}),
+        ("exaone_moe", {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2}),
+        ("glm4_moe_lite", {"rope_interleave": False, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+        ("mistral4", {"n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.0}),
+        ("flex_olmo", {"norm_topk_prob": False, "num_key_value_heads": 4}),
         ("dots1", {"n_shared_experts": 2, "attention_bias": True, "norm_topk_prob": False}),
         ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
         ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
@@ -63,23 +69,46 @@ def test_published_files_of_minimax_say_more_than_transformers_writes(tmp_path: 
     check_parity(tmp_path, attention="auto", model=case.model)
 
 
+def nest(folder: Path, architecture: str, others: tuple[str, ...]) -> None:
+    """Make the files those of a model for images with this text model."""
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "text_config": text}))
+    tensors = load_file(folder / "model.safetensors")
+    nested = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    nested |= {f"{name}.weight": tensors["model.norm.weight"].clone() for name in others}
+    save_file(nested, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_kimi_is_read_as_deepseek_v3(is_nested: bool, tmp_path: Path) -> None:
     """Kimi K2 says another model_type; K2.5 is the text model of a model for images, whose tower is not read."""
     case = written("deepseek_v3", tmp_path)
     change_config(tmp_path, model_type="kimi_k2")
     if is_nested:
-        text = json.loads((tmp_path / "config.json").read_text())
-        outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
-        (tmp_path / "config.json").write_text(json.dumps(outer))
-        tensors = load_file(tmp_path / "model.safetensors")
-        nested = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-        nested |= {
-            f"{name}.weight": tensors["model.norm.weight"].clone()
-            for name in ("vision_tower.norm", "mm_projector.proj.0")
-        }
-        save_file(nested, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        nest(tmp_path, "KimiK25ForConditionalGeneration", ("vision_tower.norm", "mm_projector.proj.0"))
     check_parity(tmp_path, attention="auto", model=case.model)
+
+
+def test_mistral_4_is_published_within_mistral_3(tmp_path: Path) -> None:
+    case = written("mistral4", tmp_path)
+    nest(tmp_path, "Mistral3ForConditionalGeneration", ("vision_tower.norm", "multi_modal_projector.norm"))
+    check_parity(tmp_path, attention="auto", model=case.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "limit"),
+    [
+        ("deepseek_v32", "index_topk", 128),
+        ("glm_moe_dsa", "index_topk", 128),
+        ("mistral4", "original_max_position_embeddings", 128),
+    ],
+)
+def test_a_context_is_no_longer_than_attention_is_exact(name: str, key: str, limit: int, tmp_path: Path) -> None:
+    model = open_checkpoint(files_at(written(name, tmp_path).directory)).config
+    assert model_length(model) == limit
+    assert wanted_length(EngineArguments(), model) == limit
+    with pytest.raises(ConfigError, match=f"max_model_len: is 129, .*{limit} tokens.*{key}.*set it to {limit} or less"):
+        wanted_length(EngineArguments(max_model_len=limit + 1), model)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +128,13 @@ def test_kimi_is_read_as_deepseek_v3(is_nested: bool, tmp_path: Path) -> None:
         ("minimax_m2", "shared_intermediate_size", 32),
         ("minimax_m2", "attn_type_list", [1, 0, 1]),
         ("minimax_m2", "sliding_window", 128),
+        ("exaone_moe", "mlp_layer_types", ["dense", "sparse"]),
+        ("exaone_moe", "num_shared_experts", -1),
+        ("deepseek_v32", "index_topk", 0),
+        ("deepseek_v32", "attention_bias", True),
+        ("glm4_moe_lite", "scoring_func", "softmax"),
+        ("mistral4", "n_group", 2),
+        ("mistral4", "rope_parameters", [1]),
         ("dots1", "layer_types", ["full_attention"]),
         ("olmoe", "clip_qkv", 8.0),
         ("olmoe", "num_experts", 0),

@@ -27,6 +27,8 @@ CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "gemma3_text": {"num_hidden_layers": 6, "layer_types": [SLIDING, SLIDING, FULL] * 2},  # windows have own blocks
     "gemma4_text": {"num_kv_shared_layers": 0},  # with inputs of each layer beside the stream
     "gemma4_text-moe": {"layer_types": [SLIDING, FULL, FULL, SLIDING, FULL]},
+    "granitemoehybrid": HYBRID,
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [0, 2]},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", FULL] * 2},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": [FULL, "conv"] * 2},
     "qwen3_next": HYBRID,

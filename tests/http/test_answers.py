@@ -317,12 +317,12 @@ def test_what_would_change_the_answer_and_is_not_supported_is_refused_by_every_s
     ):
         assert refusal(server, "/v1/chat/completions", messages=CHAT, **fields)["param"] == next(iter(fields))
     for fields in (
-        *({"stop_regex": "a+"}, {"top_n_sigma": 1.0}, {"adaptive_target": 0.5}, {"custom_params": {"a": 1}}),
+        *({"stop_regex": "a+"}, {"tfs_z": 0.5}, {"adaptive_target": 0.5}, {"custom_params": {"a": 1}}),
         *({"input_ids": [1]}, {"lora_path": "sql"}, {"return_hidden_states": True}, {"custom_logit_processor": "p"}),
     ):
         assert refusal(server, "/v1/chat/completions", messages=CHAT, **fields)["param"] == next(iter(fields))
         assert refusal(server, "/v1/completions", prompt="x", **fields)["param"] == next(iter(fields))
-    assert complete(server, stop_regex=[], top_n_sigma=-1, lora_path=None, return_hidden_states=False)["choices"]
+    assert complete(server, stop_regex=[], tfs_z=1, lora_path=None, return_hidden_states=False)["choices"]
 
 
 def test_what_the_model_has_no_use_for_is_refused_by_its_own_name_or_warned_of(server: TestServer) -> None:

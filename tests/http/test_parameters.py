@@ -182,3 +182,35 @@ def test_every_unknown_member_of_a_message_is_refused_by_its_path_or_left_out_wi
         "messages[1].tool_calls[0].more",
         "messages[1].tool_calls[0].function.extra",
     ]
+
+
+# ------------------------------------------------------------------------------------------------------ extra samplers
+EXTRA = {
+    "typical_p": 0.9, "top_a": 0.1, "top_n_sigma": 2.0, "xtc_probability": 0.5, "xtc_threshold": 0.2,
+    "dynatemp_range": 0.5, "dynatemp_exponent": 2.0, "dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3,
+    "dry_penalty_last_n": 64, "dry_sequence_breakers": ["x", "\n"], "no_repeat_ngram_size": 4,
+}  # fmt: skip
+
+
+def test_extra_samplers_reach_the_engine_from_every_endpoint_that_takes_them(looping: TestServer) -> None:
+    rendered = looping.post(f"{COMPLETIONS}/render", {"prompt": "x", **EXTRA}, headers=STRICT).json()
+    (one,) = rendered
+    assert EXTRA.items() <= one["sampling_params"].items()
+    generated = looping.post("/v1/generate", {"token_ids": one["token_ids"], "sampling_params": one["sampling_params"]})
+    assert generated.status_code == 200, generated.text
+    for path, body in (
+        (COMPLETIONS, {"prompt": "x", **EXTRA}),
+        (CHAT, {"messages": HI, **EXTRA}),
+        ("/completion", {"prompt": "x", **EXTRA}),
+        ("/api/generate", {"prompt": "x", "stream": False, "options": {"typical_p": 0.5}}),
+    ):
+        answer = looping.post(path, body, headers=STRICT)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("typical_p", 0), ("dry_base", 0.5), ("xtc_probability", 1.5), ("dry_sequence_breakers", ":"), ("mirostat", 1)],
+)
+def test_extra_samplers_out_of_range_are_refused(looping: TestServer, name: str, value: Any) -> None:
+    assert refusal(looping, COMPLETIONS, {"prompt": "x", name: value})["param"] == name

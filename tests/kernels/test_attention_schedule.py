@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from quire.kernels.triton import attention_schedule
 from quire.kernels.triton.attention_config import SplitConfig
 from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan
 from triton_cases import DEVICE
@@ -87,3 +88,21 @@ def test_a_row_begins_where_its_shared_prefix_ends() -> None:
 def test_empty_units_are_left_out_of_the_list() -> None:
     plan = plan_of([0, 20, 0, 0, 5], 3, kv_heads=1)
     assert plan.units[:2].tolist() == [[0, 20, 1, 1], [0, 5, 4, 4]]
+
+
+def test_few_variants_serve_all_numbers_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = set()
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int]) -> Launches:
+            return self
+
+        def __call__(self, *_: object, **constants: int) -> None:
+            padded.add((constants["UNITS_PAD"], constants["AT_ONCE"]))
+
+    monkeypatch.setattr(attention_schedule, "_share_out", Launches())
+    plan = plan_of([5] * 2048, programs=8)
+    padded.clear()
+    for count in (1, 7, 64, 65, 256, 257, 1024, 1025, 2048):
+        fill_split_plan(plan, torch.ones(count, dtype=torch.int32, device=DEVICE))
+    assert padded == {(64, 32), (256, 8), (1024, 2), (2048, 1)}

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from h200 import H200
 from quire.kernels.attention_rule import AttentionRule
-from quire.kernels.triton import compiling, products_hopper
+from quire.kernels.triton import compiling, norm, products_hopper
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.attention_hopper import hopper_prefill
 from quire.kernels.triton.compiling import compiling_only, stop_background
@@ -53,6 +55,36 @@ def scaled_products() -> None:
         )  # fmt: skip
 
 
+def launch_while_compiling(launch: Any, compiled: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Launch a kernel that a child process is compiling, another one that nothing compiles, and the first once more.
+    Returns what was compiled or read from the cache."""
+    compiling.begin_early()
+    compiled.clear()
+    x, other = (torch.ones(3, columns, dtype=torch.bfloat16) for columns in (512, 2048))
+    with compiling_only(wait=False) as compilations:
+        rms_norm(x, x[0], 1e-6, torch.zeros_like(x))
+    JITFunction.run = lambda self, *args, grid, warmup, **more: launch(self, *args, grid=grid, warmup=True, **more)
+    for each in (x, other, x):
+        rms_norm(each, each[0], 1e-6, torch.zeros_like(each))
+    assert compilations.are_done()
+    return compiled
+
+
+def count_launchers(kernel: Any) -> int:
+    """Return how many variants of a kernel have a launcher in Triton's cache."""
+
+    def refuse(*_: Any) -> str:
+        raise RuntimeError("it is not in the cache")
+
+    knobs.build.impl = refuse
+    found = 0
+    for variant in kernel.device_caches[0][0].values():
+        with suppress(RuntimeError, AssertionError):  # AssertionError: there is no libcuda
+            CudaLauncher(variant.src, variant.metadata)
+            found += 1
+    return found
+
+
 def main() -> None:
     driver.set_active(H200())
     compiled: list[str] = []
@@ -83,8 +115,12 @@ def main() -> None:
         scaled_products()
     for future in list(compiling._begun.values()):
         future.result()
+    found = {"later": list(later), "ahead": ahead, "again": again, "asked": list(asked)}
+    found["restored"] = JITFunction.run is watch
+    found["joined"] = launch_while_compiling(run, later)
+    found["launchers"] = count_launchers(norm._rms_norm_kernel)
+    found["variants"] = len(norm._rms_norm_kernel.device_caches[0][0])
     stop_background()
-    found = {"later": later, "ahead": ahead, "again": again, "asked": asked, "restored": JITFunction.run is watch}
     print(json.dumps(found))
 
 

@@ -48,6 +48,9 @@ def hf_model(hf_config: Any, seed: int = 0) -> torch.nn.Module:
     """A model of random weights, norms and biases too."""
     import transformers
 
+    if hf_config.model_type == "mistral4":  # published within Mistral 3's class, so that AutoModel does not know it
+        hf_config.dtype = torch.float32
+        return randomize(transformers.Mistral4ForCausalLM(hf_config).eval(), seed)
     has_vision = hasattr(hf_config, "vision_config")
     auto = transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM
     return randomize(auto.from_config(hf_config, dtype=torch.float32).eval(), seed)

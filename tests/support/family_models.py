@@ -31,6 +31,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24,
     "moe_intermediate_size": 32,
@@ -39,6 +40,7 @@ SIGMOIDS: dict[str, Any] = {
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
     "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
 }  # fmt: skip
+INDEXER: dict[str, Any] = {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 2}
 GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
 }  # fmt: skip
@@ -56,13 +58,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **LATENT, "q_lora_rank": 24, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
         "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
     },
+    "deepseek_v32": {**LATENT, **SIGMOIDS, **INDEXER, "q_lora_rank": 24, "first_k_dense_replace": 1},
     "ernie4_5": {"head_dim": 16, "use_bias": True, "pad_token_id": 0},
     "exaone4": {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2},
     "dots1": {
         **SIGMOIDS, "head_dim": 16, "first_k_dense_replace": 1, "sliding_window": 9, "max_window_layers": 2,
         "norm_topk_prob": True,
     },
+    "exaone_moe": {
+        **SIGMOIDS, "head_dim": 16, "n_routed_experts": ..., "n_shared_experts": ..., "num_experts": 8,
+        "num_shared_experts": 2, "sliding_window": 9, "sliding_window_pattern": 2, "num_key_value_heads": 2,
+    },
     "falcon": {"num_key_value_heads": ..., "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
     "gemma": {"head_dim": 16, "pad_token_id": 0},
     "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0},
     "gemma3_text": {
@@ -73,6 +81,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    "glm4_moe_lite": {**LATENT, **SIGMOIDS, "q_lora_rank": 24},
+    "glm_moe_dsa": {
+        **LATENT, **SIGMOIDS, **INDEXER, "q_lora_rank": 24, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_topk_freq": 2,
     },
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 0},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 0},
@@ -86,6 +99,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoe": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoeshared": {
         **GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+    },
+    "granitemoehybrid": {
+        **GRANITE, **MAMBA, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
+    },
+    "bamba": {**MAMBA, "attn_layer_indices": [1], "pad_token_id": 0},
+    "falcon_h1": {
+        **MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.8, 0.6], "key_multiplier": 0.7, "attention_out_multiplier": 0.9,
+        "attention_in_multiplier": 1.2, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.4, "pad_token_id": 0,
     },
     "lfm2": {
         "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32, "conv_bias": True,
@@ -103,6 +127,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
     "mistral": {"sliding_window": 9, "head_dim": 16},
+    "mistral4": {
+        **LATENT, "q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    },
     "mistral3": {
         **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "mistral", "head_dim": 16},
         "tie_word_embeddings": False,
@@ -160,6 +191,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Further models of a family, whose name comes before the dash.
 VARIANTS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid-dense": {  # like Granite 4.0 H 1B: no experts
+        **GRANITE, **MAMBA, "layer_types": ["mamba", "mamba", "attention"], "mamba_n_groups": 1,
+        "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope",
+    },
     "stablelm-parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.25},
     "gemma4_text-moe": {  # like 26B-A4B and 31B: heads twice as large, but fewer; keys are values
         "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 4, "num_global_key_value_heads": 1,

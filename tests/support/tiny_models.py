@@ -451,12 +451,18 @@ def greedy_reference(model: torch.nn.Module, prompt: Sequence[int], count: int) 
     fed = torch.tensor([tokens])
     with torch.no_grad():
         for _ in range(count):
-            out = model(fed, past_key_values=cache, use_cache=True)
+            begin = len(tokens) - fed.shape[1]  # transformers' Bamba counts positions from 0 in every call
+            own = {"position_ids": begin + torch.arange(fed.shape[1])[None]} if _is_bamba(model) else {}
+            out = model(fed, past_key_values=cache, use_cache=True, **own)
             cache = out.past_key_values
             logits.append(out.logits[0, -1])
             tokens.append(int(logits[-1].argmax()))
             fed = torch.tensor([[tokens[-1]]])
     return tokens[len(prompt) :], torch.stack(logits)
+
+
+def _is_bamba(model: torch.nn.Module) -> bool:
+    return getattr(model.config, "model_type", None) == "bamba"
 
 
 def mix_steps(made: Bench) -> Bench:

@@ -16,6 +16,7 @@ from local_ranks import LocalGroup, local_groups
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
+from quire.config.rank_model import largest_rank
 from quire.config.speculation import read_speculation, resolve_speculation
 from quire.engine.core import EngineCore
 from quire.engine.decoding.tools import DecodingTools
@@ -164,7 +165,9 @@ class TinyEngine:
         speculation = read_speculation(speculative_config)
         if speculation is not None:
             speculation = resolve_speculation(speculation, checkpoint.config, None if draft is None else draft.config)
-        config = with_states(replace(engine_config(**settings), speculation=speculation), checkpoint.config)
+        parallel = ParallelConfig(tensor=tensor, expert=expert)
+        own = largest_rank(checkpoint.config, parallel)
+        config = with_states(replace(engine_config(**settings), speculation=speculation), own)
         if speculation is None or speculation.method == "ngram":
             config = with_windows(config, checkpoint.config)
         config = replace(config, device=replace(config.device, attention_backend=attention))
@@ -177,7 +180,6 @@ class TinyEngine:
             self.executor = make_staged(checkpoint, config, stages, depth)
             self.config = config = self.executor.config
         else:
-            parallel = ParallelConfig(tensor=tensor, expert=expert)
             self.executor = WorkerExecutor(make(ranks), depth) if tensor == 1 else RanksExecutor(parallel, make, depth)
         self.proposers = make_proposers(speculation, depth)
         self.core = EngineCore(

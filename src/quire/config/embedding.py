@@ -8,9 +8,10 @@ from typing import Literal
 from quire.config.arguments import EngineArguments, read_arguments
 from quire.config.engine import DeviceConfig
 from quire.config.facts import HardwareFacts
+from quire.config.lengths import model_length
 from quire.config.memory import PROCESS_BYTES, widest_activations
 from quire.config.model import DTYPE_BYTES, ModelConfig
-from quire.config.resolve import device_capacity, model_length, resolve_device
+from quire.config.resolve import device_capacity, resolve_device
 from quire.config.sizes import format_size, format_table
 from quire.types.errors import ConfigError, DoesNotFit
 from quire.types.pooling import PoolingKind

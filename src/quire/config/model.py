@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.config.kv_cache import KVCacheSpec
+from quire.config.recurrent import Recurrent
 from quire.config.vision import Vision
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -117,45 +119,6 @@ class Encoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrent:
-    """Recurrent layers, which keep a state of fixed size instead of keys and values. Their inputs pass a causal
-    convolution over `width` tokens, whose last `width` - 1 inputs are part of the state.
-
-    A gated delta net ("delta") convolves queries, keys and values. A "convolution" is nothing else: it has one key head
-    of no elements, and a value head of one element for each channel.
-    """
-
-    key_heads: int
-    value_heads: int  # a multiple of key_heads; several value heads share a key head
-    key_dim: int
-    value_dim: int
-    width: int  # tokens in the convolution
-    layers: tuple[int, ...]  # the recurrent layers; all others are attention layers
-    joined: bool = False  # checkpoints store the input projections interleaved by key head, in two matrices
-    kind: Literal["delta", "convolution"] = "delta"
-    has_bias: bool = False  # of the convolution; of a "convolution" layer: of its projections too
-
-    @property
-    def key_size(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_size(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Convolved elements per token: query, key and value heads."""
-        return 2 * self.key_size + self.value_size
-
-    @property
-    def state_numbers(self) -> int:
-        """float32 elements of the state of one layer: a matrix per value head, then the last inputs of the
-        convolution."""
-        return self.value_size * self.key_dim + (self.width - 1) * self.channels
-
-
-@dataclass(frozen=True, slots=True)
 class EagleHead:
     """The options that only EAGLE-3 heads have: one layer that drafts tokens from hidden states of its target model."""
 
@@ -209,39 +172,6 @@ MXFP4 = "mxfp4"  # the quantization of gpt-oss
 MXFP4_GROUP = 32  # weights of neighbouring inputs per scale
 
 
-def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
-    """Return the bytes of packed quantized weights. 32 weights take 16 bytes (nibbles) or 32, plus a scale and an
-    offset."""
-    return num_weights // 32 * (20 if nibbles else 36)
-
-
-def integer_bytes(num_weights: int, least: int, most: int, *, has_offsets: bool, group: int) -> int:
-    """Return an upper bound of the bytes of quantized weights, with values from `least` to `most`, in the panels of the
-    CPU's integer kernels. `group`: weights per scale and, if `has_offsets`, per offset."""
-    halves = group < 32
-    widths = ((4,) if has_offsets else (4, 6)) if halves else (4, 5, 6)  # bit widths below 8 that have kernels
-    bits = next((bits for bits in widths if _fits(bits, least, most, has_offsets=has_offsets)), 8)
-    shared = 128 if bits == 4 and group % 128 == 0 else 16 if halves else 32  # weights per scale in the panels
-    return num_weights * bits // 8 + num_weights // shared * 2 * (1 + has_offsets)
-
-
-def table_bytes(num_weights: int, outputs: int) -> int:
-    """Return the bytes of weights with at most 16 different values in panels of the integer kernels: 16 outputs have a
-    lookup table of 64 bytes."""
-    return num_weights // 32 * 18 + 4 * outputs
-
-
-def super_block_bytes(num_weights: int, bits: int, *, has_offsets: bool) -> int:
-    """Return the bytes of weights held as super-blocks in those panels: a byte of factors per 16 weights, and a float16
-    scale, perhaps an offset too, per 256."""
-    return num_weights * bits // 8 + num_weights // 16 + num_weights // 256 * 2 * (1 + has_offsets)
-
-
-def _fits(bits: int, least: int, most: int, *, has_offsets: bool) -> bool:
-    middle = 0 if has_offsets else 1 << (bits - 1)  # the stored value that means 0
-    return least + middle >= 0 and most + middle < 1 << bits
-
-
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The sizes and options of a decoder-only transformer or of an encoder. Properties that all models of a family
@@ -278,10 +208,13 @@ class ModelConfig:
     logit_scale: float = 1.0
     parallel_residual: bool = False  # attention and MLP read the same residual (for families with both forms)
     shared_norm: bool = False  # and through the same norm (likewise)
+    context_limit: tuple[str, int] | None = None  # key of config.json, and most tokens for which attention is exact
     experts: Experts | None = None
     latent: Latent | None = None  # latent attention; `heads` then attend to the latents
     encoder: Encoder | None = None  # None: a decoder
     recurrent: Recurrent | None = None  # None: all layers are attention layers
+    mlp_layers: tuple[int, ...] = ()  # layers that are an MLP or a mixture of experts and nothing else
+    mlp_factors: tuple[float, float] | None = None  # on the gates of MLPs before the activation, and on their outputs
     vision: Vision | None = None  # None: the model takes no images
     num_labels: int = 0  # labels of a decoder that classifies texts by their last token; 0: it generates
     eagle: EagleHead | None = None  # set for an EAGLE head; None: a complete model
@@ -340,12 +273,15 @@ class ModelConfig:
     def kv_specs(self) -> tuple[KVCacheSpec, ...]:
         """What each layer of the stage keeps for later tokens. Layers that read another layer's keys and values are
         left out."""
-        return tuple(self._spec_of(layer) for layer in self.layers if self.kv_layer_of(layer) == layer)
+        return tuple(spec for layer in self.layers for spec in self._specs_of(layer))
 
-    def _spec_of(self, layer: int) -> KVCacheSpec:
-        if self.is_recurrent(layer):
-            assert self.recurrent is not None
-            return KVCacheSpec("state", state_bytes=self.recurrent.state_numbers * DTYPE_BYTES["float32"])
+    def _specs_of(self, layer: int) -> Iterator[KVCacheSpec]:
+        if self.recurrent is not None and self.is_recurrent(layer):
+            yield KVCacheSpec("state", state_bytes=self.recurrent.state_numbers * DTYPE_BYTES["float32"])
+        if self.attends(layer) and self.kv_layer_of(layer) == layer:
+            yield self._attention_spec(layer)
+
+    def _attention_spec(self, layer: int) -> KVCacheSpec:
         heads, window = self.heads_of(layer), self.window_of(layer)
         numbers, unit = heads.sides * heads.kv_size, heads.sides * heads.dim
         if self.latent is not None:
@@ -355,11 +291,16 @@ class ModelConfig:
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and layer in self.recurrent.layers
 
+    def attends(self, layer: int) -> bool:
+        beside = self.recurrent is not None and self.recurrent.beside_attention
+        return layer not in self.mlp_layers and (beside or not self.is_recurrent(layer))
+
     def place_of(self, layer: int) -> int:
         """Return the index of a layer among the layers of its stage that keep the same kind of thing: states, or
         entries per token."""
-        kind, first = self.is_recurrent(layer), self.layers.start
-        return sum(self.is_recurrent(one) == kind and self.kv_layer_of(one) == one for one in range(first, layer))
+        kind, others = self.is_recurrent(layer), range(self.layers.start, layer)
+        keeps = (one for one in others if self.kv_layer_of(one) == one and one not in self.mlp_layers)
+        return sum(self.is_recurrent(one) == kind for one in keeps)
 
     @property
     def layer_weights(self) -> tuple[int, int]:

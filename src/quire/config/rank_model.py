@@ -13,12 +13,12 @@ from quire.config.model import (
     Experts,
     Heads,
     ModelConfig,
-    Recurrent,
     StoredLevels,
     WeightCounts,
     mxfp4_experts,
 )
 from quire.config.parallel import ParallelConfig, RankPlace, share_heads, share_of, share_size
+from quire.config.recurrent import Recurrent
 from quire.types.errors import ConfigError
 
 _SETTING = "tensor_parallel_size"

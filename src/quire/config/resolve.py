@@ -20,6 +20,7 @@ from quire.config.arguments import (
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
+from quire.config.lengths import wanted_length
 from quire.config.memory import ADAPTER_FIX, MemoryPlan, kv_block_bytes, plan_memory, state_groups
 from quire.config.model import QUANTIZATIONS, CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.parallel import check_parallel
@@ -74,7 +75,7 @@ def resolve_engine_config(
             if args.max_num_batched_tokens is not None
             else _batched_tokens(device.device, facts, model, offline=offline)
         ),
-        max_model_len=_wanted_model_len(args, model),
+        max_model_len=wanted_length(args, model),
         policy=parsed.policy,
         seed=args.seed,
         policy_settings=parsed.policy_settings,
@@ -116,17 +117,6 @@ def _fit(
     plan = plan_memory(rank_model, config, facts, capacity)
     plan.check()
     return config, plan
-
-
-def model_length(model: ModelConfig) -> int:
-    """Return the length of the longest sequence that the model supports, including its RoPE scaling."""
-    rope, scaling = model.rope, dict(model.rope.scaling)
-    if rope.kind in ("linear", "dynamic"):
-        return int(rope.max_position * scaling.get("factor", 1.0))
-    if rope.kind == "yarn":
-        trained = scaling.get("original_max_position_embeddings", float(rope.max_position))
-        return max(rope.max_position, int(trained * scaling.get("factor", 1.0)))
-    return rope.max_position
 
 
 def _prefix_caching(args: EngineArguments, model: ModelConfig, scheduler: SchedulerConfig) -> bool:
@@ -293,16 +283,6 @@ def device_capacity(args: EngineArguments, facts: HardwareFacts, device: str) ->
     gpu = facts.cuda[cuda_index(device)]
     share = DEFAULT_GPU_UTILIZATION if utilization is None else utilization
     return min(int(gpu.total_memory * share), gpu.free_memory)
-
-
-def _wanted_model_len(args: EngineArguments, model: ModelConfig) -> int:
-    longest = model_length(model)
-    if args.max_model_len is None:
-        return longest
-    if args.max_model_len > longest:
-        reason = f"is {args.max_model_len}, but the model knows {longest} positions"
-        raise ConfigError("max_model_len", reason, f"set it to {longest} or less")
-    return args.max_model_len
 
 
 def _size_cache(

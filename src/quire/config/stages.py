@@ -126,7 +126,7 @@ def _check_layers(model: ModelConfig, stage: int, num_stages: int) -> None:
             raise ConfigError(SETTING, reason, fix)
     where = f"is {num_stages}: layers {layers.start} to {layers.stop - 1}, of stage {stage},"
     kinds = {spec.kind for spec in model.kv_specs}
-    if kinds == {"state"}:
+    if kinds <= {"state"}:
         raise ConfigError(SETTING, f"{where} are all recurrent, and a stage needs one that attends", fix)
     if model.local_heads is not None and not {"full", "window"} <= kinds:
         raise ConfigError(SETTING, f"{where} are all of one kind, and the model has two kinds of heads", fix)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from quire.config.engine import EngineConfig
 from quire.config.facts import HardwareFacts, cuda_index
-from quire.config.model import DTYPE_BYTES, ModelConfig, integer_bytes, packed_bytes
+from quire.config.level_bytes import integer_bytes, packed_bytes
+from quire.config.model import DTYPE_BYTES, ModelConfig
 
 
 def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, has_triton: bool) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict, TypeGu
 
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.text.answer_grammar import plan_of
+from quire.serving.text.token_search import TokenSearch
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.beam import BeamSearchParams
 from quire.types.errors import InvalidRequest
@@ -241,6 +242,7 @@ class RequestMaker:
         own = () if tokenizer is None else tokenizer.eos_ids
         self._eos_ids = tuple(dict.fromkeys((*own, *model_eos_ids)))
         self._numbers = itertools.count()
+        self._token_search: TokenSearch | None = None
         self._plain_rules = {  # by ignore_eos: the rules of requests without stop tokens, bad words or grammar
             False: TokenRules(end_ids=self._eos_ids, eos_ids=self._eos_ids),
             True: TokenRules(),
@@ -318,6 +320,23 @@ class RequestMaker:
         With `check`, its structured outputs are checked here, which may take a second. Without, the caller checks them
         and adds the grammar. Raises InvalidRequest.
         """
+        extra = params.samplers
+        if extra is not None and extra.uses_dry:
+            return replace(self._rules(params, check=check), dry_breakers=self._breakers(extra.breakers))
+        return self._rules(params, check=check)
+
+    def _breakers(self, texts: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the tokens that contain one of DRY's sequence breakers."""
+        if self._tokenizer is None and texts:
+            fix = "send an empty list"
+            raise InvalidRequest("dry_sequence_breakers", "needs text, but there is no tokenizer", fix)
+        if self._tokenizer is None:
+            return ()
+        if self._token_search is None:
+            self._token_search = TokenSearch(self._tokenizer)
+        return self._token_search.ids_with(texts)
+
+    def _rules(self, params: SamplingParams, *, check: bool) -> TokenRules:
         if not (params.bad_words or params.stop_token_ids or params.ends_by_text or params.structure):
             return self._plain_rules[params.ignore_eos]
         bad_words, stops = tuple(params.bad_words or ()), params.stops

@@ -15,6 +15,7 @@ import numpy as np
 
 from quire.types.decoding import StructuredOutputsParams, read_structured_outputs
 from quire.types.errors import InvalidRequest
+from quire.types.extra_samplers import ExtraSamplers, read_extra
 from quire.types.value_checks import Number, Whole, check_flag, read_items, shown
 from quire.types.vllm_sampling import RequestOutputKind, read_output_kind, translate_fields
 
@@ -105,6 +106,7 @@ class SamplingParams:
     best_of: int | None = None  # generate this many samples and return the n best; None: n
     rank_by: str = "mean"  # best_of ranks by the "mean" or the "sum" of the tokens' logprobs
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(default=None, hash=False)
+    extra: ExtraSamplers | Mapping[str, Any] | None = field(default=None, hash=False)  # typical_p, DRY, XTC and others
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what AsyncLLM.generate yields
 
     def __post_init__(self) -> None:
@@ -181,6 +183,14 @@ class SamplingParams:
         return self.structured_outputs
 
     @property
+    def samplers(self) -> ExtraSamplers | None:
+        """`extra` with its type after validation."""
+        if self.extra is None:
+            return None
+        assert isinstance(self.extra, ExtraSamplers)
+        return self.extra
+
+    @property
     def ends_by_text(self) -> bool:
         """Whether the text of an answer can end it, so that its text must be checked after every token."""
         return bool(self.stop) or self.repetition_detection is not None
@@ -194,6 +204,7 @@ class TokenRules:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not occur in the output
     eos_ids: tuple[int, ...] = field(default=())  # those of end_ids that the model defines as end of sequence
     grammar: str = ""  # the grammar that the answer must match, in the format of llguidance; "": none
+    dry_breakers: tuple[int, ...] = ()  # tokens that end the sequences which DRY compares
     grammar_digest: str = ""  # proves that the grammar was checked: see CheckedGrammar
 
 
@@ -313,6 +324,7 @@ _CHECKS: dict[str, Any] = {
     "best_of": Whole(1, MAX_N, optional=True),
     "rank_by": _rank_by,
     "structured_outputs": read_structured_outputs,
+    "extra": read_extra,
     "output_kind": read_output_kind,
 }
 

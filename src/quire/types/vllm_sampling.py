@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from quire.types.errors import InvalidRequest
+from quire.types.extra_samplers import EXTRA_NAMES
 from quire.types.value_checks import shown
 
 
@@ -51,7 +52,14 @@ def translate_fields(given: Mapping[str, Any], known: frozenset[str]) -> dict[st
     Raises InvalidRequest for a field that is unknown, or whose value would change the answer and is not supported.
     """
     own: dict[str, Any] = {}
+    extra = {name: value for name, value in given.items() if name in EXTRA_NAMES and "extra" in known}
+    if extra and given.get("extra") is not None:
+        raise InvalidRequest(next(iter(extra)), "is given beside extra, which can hold it too", "give it in one place")
+    if extra:
+        own["extra"] = extra
     for name, value in given.items():
+        if name in extra or (name == "extra" and extra):
+            continue
         if name in known:
             own[name] = value
         elif name in _RENAMED:

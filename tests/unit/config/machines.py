@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire.config.facts import CudaDevice, HardwareFacts
-from quire.config.model import Heads, ModelConfig, Recurrent, Rope
+from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.recurrent import Recurrent
 from quire.config.sizes import GIB
 from quire.runtime.models.build import count_weights
 

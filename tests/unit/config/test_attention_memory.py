@@ -4,11 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from quire.config.attention_memory import SCRATCH_BYTES, scratch_tokens
+from quire.config.attention_memory import (
+    EXPANDED_PAGE,
+    EXPANDED_PASSES,
+    SCRATCH_BYTES,
+    scratch_memory,
+    scratch_tokens,
+)
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig, token_buckets
-from quire.config.facts import CudaDevice
+from quire.config.facts import CudaDevice, HardwareFacts
 from quire.config.memory import TOKEN_GRAPH_BYTES, plan_memory
-from quire.config.model import Heads, ModelConfig
+from quire.config.model import Heads, Latent, ModelConfig
 from quire.config.sizes import GIB
 from quire.config.speculation import SpeculationConfig
 from tests.unit.config.machines import LARGE, SERVER, SMALL
@@ -50,6 +56,31 @@ def test_there_is_none_where_prompts_read_the_cache_itself() -> None:
     mixed = replace(LARGE, windows=(512,) * 31 + (None,))
     assert copied(mixed, config) == 16_384 * TOKEN_BYTES
     assert copied(replace(mixed, local_heads=Heads(32, 4, 128)), config) == 0
+
+
+LATENTS = replace(LARGE, heads=Heads(16, 1, 576, 512), latent=Latent(512, 128, 64, 128))
+LATENT_BYTES = (16 * (128 + 128) + EXPANDED_PASSES * 64) * 2  # of a token's keys and values in bfloat16
+
+
+def expanded(model: ModelConfig, config: EngineConfig, facts: HardwareFacts = WITH_TRITON) -> int:
+    """Bytes of scratch memory for expanded latents."""
+    return scratch_memory(model, config, facts, has_triton=True)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8"])
+def test_keys_and_values_of_expanded_latents_are_counted_on_gpus(kv_dtype: str) -> None:
+    older = replace(WITH_TRITON, cuda=(CudaDevice("older", 80 * GIB, 79 * GIB, (8, 0)),))
+    for facts in (WITH_TRITON, older):
+        assert expanded(LATENTS, config_of(kv_dtype), facts) == 16_384 * LATENT_BYTES
+    assert expanded(LATENTS, config_of(kv_dtype, max_num_seqs=1, max_model_len=1_000)) == 1_024 * LATENT_BYTES
+    longest = expanded(LATENTS, config_of(kv_dtype, max_model_len=131_072))
+    assert SCRATCH_BYTES <= longest < SCRATCH_BYTES + EXPANDED_PAGE * LATENT_BYTES
+    odd = replace(LATENTS, latent=Latent(512, 96, 32, 40))
+    assert expanded(odd, config_of(kv_dtype)) == 16_384 * (16 * (128 + 64) + EXPANDED_PASSES * 32) * 2
+    large = replace(LATENTS, latent=Latent(512, 512, 64, 128))  # heads that the kernels do not expand
+    assert expanded(large, config_of(kv_dtype)) == 0
+    on_cpu = config_of(kv_dtype)
+    assert expanded(LATENTS, replace(on_cpu, device=replace(on_cpu.device, device="cpu"))) == 0
 
 
 def test_a_drafter_has_a_copy_of_its_own() -> None:

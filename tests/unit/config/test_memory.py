@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from quire.config.attention_memory import scratch_memory
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts
 from quire.config.memory import (
@@ -101,7 +102,8 @@ def test_latents_take_one_vector_for_each_token_and_room_for_parts_on_a_gpu() ->
     )
     with_triton = replace(SERVER, triton=True)
     more = [plan_memory(model, config, with_triton, 80 * GIB).activations for model in (latents, apart)]
-    assert more[0] - more[1] == (80 - 48) * MIB + config.scheduler.num_rows * 16 * (512 - 576) * 4  # large heads do too
+    parts = (80 - 48) * MIB + config.scheduler.num_rows * 16 * (512 - 576) * 4  # large heads take room for parts too
+    assert more[0] - more[1] == parts + scratch_memory(latents, config, with_triton, has_triton=True)
 
 
 def test_a_second_kind_of_heads_takes_room_for_parts_on_a_gpu() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.memory import state_groups
-from quire.config.model import Heads, ModelConfig, Recurrent, Rope
+from quire.config.model import Heads, ModelConfig, Rope
 from quire.config.parallel import ParallelConfig
+from quire.config.recurrent import Recurrent
 from quire.config.speculation import SpeculationConfig
 from quire.config.stages import resolve_pipeline, stage_model, stage_models
 from quire.config.tiers import TierConfig

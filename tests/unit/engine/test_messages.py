@@ -28,6 +28,7 @@ from quire.engine.messages import (
 from quire.types import sampling as sampling_module
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
+from quire.types.extra_samplers import ExtraSamplers
 from quire.types.output import TokensOut
 from quire.types.pooling import PoolingParams
 from quire.types.request import Abort, Submit, TokenIds, pack_tokens
@@ -73,6 +74,10 @@ SAMPLING_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "best_of": st.none() | st.integers(4, 16_384),
     "rank_by": st.sampled_from(["mean", "sum"]),
     "structured_outputs": st.none() | STRUCTURES,
+    "extra": st.none()
+    | st.builds(
+        ExtraSamplers, typical_p=st.floats(0.01, 1), dry_multiplier=st.floats(0, 9), dry_sequence_breakers=WORDS
+    ),
     "output_kind": st.sampled_from(RequestOutputKind),
 }
 
@@ -172,9 +177,10 @@ def test_sampling_that_arrives_was_not_validated_again(monkeypatch: pytest.Monke
         temperature=0.5,
         repetition_detection={"max_pattern_size": 4},
         structured_outputs={"json": {"type": "object"}},
+        extra={"top_a": 0.5},
     )
     frame = encode(Submit("a", (1,), params))
-    for kind in (SamplingParams, RepetitionDetection, sampling_module.StructuredOutputsParams):
+    for kind in (SamplingParams, RepetitionDetection, ExtraSamplers, sampling_module.StructuredOutputsParams):
         monkeypatch.setattr(kind, "__post_init__", None)
     message = decode_to_engine(frame)
     assert isinstance(message, Submit)

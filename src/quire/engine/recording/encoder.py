@@ -41,6 +41,7 @@ _REVEALING = (  # sampling fields that show text or tokens
     "logit_bias",
     "logprob_token_ids",
     "structured_outputs",
+    "extra",
 )
 
 

@@ -16,6 +16,7 @@ from quire.kernels.triton.launch import num_processors
 PROGRAM_NUMBERS = 9  # fields: unit, tile in the unit, tiles, low, high, table row, tiles of all, active programs, place
 UNIT_NUMBERS = 4  # fields: low, high, table row, unit
 _COMPARED_AT_ONCE = 2048  # borders of programs compared with ends of units
+_UNITS_HELD = (64, 256, 1024)  # numbers of units that a launch is compiled for: one for each bucket would be many
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def fill_split_plan(
     room = plan.units.shape[0]
     if count > room:
         raise ValueError(f"{count} units, but the plan has room for {room}")
-    padded = triton.next_power_of_2(count)
+    padded = next((held for held in _UNITS_HELD if count <= held), triton.next_power_of_2(count))
     at_once = max(1, min(32, _COMPARED_AT_ONCE // padded))
     num_programs, processors = plan.programs.shape[0], num_processors(lengths.device)
     _share_out[(triton.cdiv(num_programs, at_once),)](

@@ -1,7 +1,8 @@
 """Child processes that compile Triton kernels while this process serves requests.
 
 Half of a compilation is Python code, which would contend with the requests for the GIL. A child compiles into Triton's
-cache on disk, from which this process then loads the kernel. A child needs no GPU. It ends when its parent does.
+cache on disk, from which this process then loads the kernel, and builds the kernel's launcher there, a library in C
+that a C compiler takes a third of a second for. A child needs no GPU. It ends when its parent does.
 """
 
 from __future__ import annotations
@@ -171,7 +172,17 @@ def _compile(task: dict[str, Any]) -> None:
         make_source = GluonASTSource
     source = make_source(function, signature, constants, attributes)
     options = {name: _tuples(value) for name, value in task["options"].items()}
-    triton.compile(source, target=GPUTarget(*task["target"]), options=options)
+    kernel = triton.compile(source, target=GPUTarget(*task["target"]), options=options)
+    if task["target"][0] == "cuda":
+        with suppress(Exception):  # the parent builds it then, and gets the error if that fails too
+            _build_launcher(source, kernel.metadata)
+
+
+def _build_launcher(source: Any, metadata: Any) -> None:
+    """Build the library that launches a kernel, unless it is in Triton's cache."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    CudaLauncher(source, metadata)
 
 
 def _tuples(value: Any) -> Any:

@@ -3,27 +3,31 @@
 Triton compiles a kernel at its first launch, for the types, alignments and constants of that launch. So a step is run
 once without launching anything, and exactly the kernels that it would have launched are compiled. Threads share the
 compilations that a caller waits for. The others run in child processes, so that their Python code does not contend with
-the requests that are served.
+the requests that are served. The thread of a compilation also loads the kernel onto the device. A launch of a kernel
+that is being compiled waits for that compilation, and does not begin a second one.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
+import torch
 from triton import AsyncCompileMode, knobs
-from triton.runtime._async_compile import FutureKernel
+from triton.runtime._async_compile import FutureKernel, active_mode
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from quire.kernels.triton.compile_process import CompileProcesses, describe
 from quire.kernels.triton.launch import INTERPRETED
 
+logger = logging.getLogger("quire.kernels")
 MOST_THREADS, MOST_PROCESSES = 16, 8
 _lock = threading.RLock()
 _begun: dict[str, Future[Any]] = {}  # by Triton's key of a compilation
@@ -33,14 +37,26 @@ _here = threading.local()  # .inside: this thread is inside `compiling_only`
 
 def begin_early() -> None:
     """Start what the first compilations depend on, in the background: Triton hashes its own files once per process, and
-    the child processes import Triton."""
+    the child processes import Triton. From now on, launches wait for compilations that have begun."""
     if not INTERPRETED:
         _pool().submit(triton_key)
         _processes().start()
+        _join_at_launch()
+
+
+class Compilations:
+    """The compilations that one `compiling_only` began."""
+
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
+        self._futures = futures
+
+    def are_done(self) -> bool:
+        """Whether a launch of these kernels would not wait. Also true for those that failed."""
+        return all(future.done() for future in self._futures)
 
 
 @contextmanager
-def compiling_only(*, wait: bool = True) -> Iterator[None]:
+def compiling_only(*, wait: bool = True) -> Iterator[Compilations]:
     """Within this context, a kernel launch in this thread only compiles the kernel; its outputs are not written.
 
     On exit, waits for the compilations; with `wait=False`, child processes do them in the background. A compilation
@@ -48,10 +64,10 @@ def compiling_only(*, wait: bool = True) -> Iterator[None]:
     which compiles nothing, nor when nested in the same thread, where the outer context decides whether to wait.
     """
     if INTERPRETED or is_compiling_only():
-        yield
+        yield Compilations(())
         return
-    with _compile_only_launches(), _Mode(wait=wait):
-        yield
+    with _compile_only_launches(), _Mode(wait=wait) as mode:
+        yield Compilations(mode.begun)
 
 
 def is_compiling_only() -> bool:
@@ -89,14 +105,20 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]
         self._pool = _pool() if wait else _background()
         super().__init__(self._pool, ignore_errors=True)
         self._wait = wait
+        self.begun: list[Future[Any]] = []  # not emptied on exit, unlike Triton's own list
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         if key not in self.future_kernels:
             future = _begun.get(key)
             if future is None or (self._wait and future.cancel()):  # one that has not begun is moved to this pool
-                how = partial(_compile_outside, compile_fn, wait=not self._wait)
+                how = partial(_compile_and_load, compile_fn, _current_device(), wait=not self._wait)
                 future = _begin(self._pool, key, how, finalize_fn)
             self.raw_futures.append(future)
+            self.begun.append(future)
             self.future_kernels[key] = FutureKernel(finalize_fn, future)
         return self.future_kernels[key]
 
@@ -113,10 +135,10 @@ def _begin(
     has to wait for it."""
 
     def keep(future: Future[Any]) -> None:
-        if _begun.get(key) is future:
-            del _begun[key]
         if not future.cancelled() and future.exception() is None:
             finalize(future.result())
+        if _begun.get(key) is future:
+            del _begun[key]
 
     future = pool.submit(compile_fn)
     future._key = key  # type: ignore[attr-defined]  # by which Triton finds the kernel of a future
@@ -140,6 +162,46 @@ def _compile_only_launches() -> Iterator[None]:
             yield
         finally:
             JITFunction.run, _here.inside = launch, False
+
+
+@cache
+def _join_at_launch() -> None:
+    """Have every launch that misses Triton's table of kernels wait for the compilation of its kernel, if one has begun.
+    Triton alone would compile the kernel a second time, in the thread of the launch. Costs nothing otherwise."""
+    compile_at_launch = JITFunction._do_compile
+
+    def compile_once(self: Any, *task: Any, **more: Any) -> Any:
+        if active_mode.get() is not None:
+            return compile_at_launch(self, *task, **more)
+        with _Mode(wait=True):
+            kernel = compile_at_launch(self, *task, **more)
+        return kernel.result() if isinstance(kernel, FutureKernel) else kernel
+
+    JITFunction._do_compile = compile_once
+
+
+def _current_device() -> int | None:
+    """Return the CUDA device of this thread, or None if there is none."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _compile_and_load(compile_here: Callable[[], Any], device: int | None, *, wait: bool) -> Any:
+    """Compile a kernel, and load it onto the device of the thread that asked for it."""
+    kernel = _compile_outside(compile_here, wait=wait)
+    if device is not None:
+        torch.cuda.set_device(device)
+        _load(kernel)
+    return kernel
+
+
+def _load(kernel: Any) -> None:
+    """Build a kernel's launcher and load its code, as Triton does at the first launch. If that fails, it is repeated
+    there and raises its error."""
+    try:
+        kernel._init_handles()
+    except Exception as error:  # noqa: BLE001  (the driver and the C compiler raise arbitrary exceptions)
+        logger.debug("a kernel cannot be loaded ahead: %s", error)
+        kernel._run = None
 
 
 def _compile_outside(compile_here: Callable[[], Any], *, wait: bool) -> Any:

@@ -137,11 +137,12 @@ def store_latents(
 
 @triton.jit
 def _heads_kernel(
-    x_ptr, w_ptr, out_ptr, tokens, x_stride, out_stride, inputs, outputs, rest,
+    x_ptr, w_ptr, out_ptr, lengths, tokens, x_stride, out_stride, inputs, outputs, rest,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
     PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Per-head gemm. One program per (tile of tokens, head, block of outputs)."""
+    """Per-head gemm. One program per (tile of tokens, head, block of outputs). With `lengths`, rows of length 0 are
+    not written."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head, n = tl.program_id(1), tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     k, real = tl.arange(0, BLOCK_K), row < tokens
@@ -155,6 +156,8 @@ def _heads_kernel(
         x = tl.load(x_at + (begin + k)[None, :], mask=real[:, None] & inside[None, :], other=0.0)
         w = tl.load(w_at + begin, mask=inside[:, None] & (n < outputs)[None, :], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    if lengths is not None:
+        real &= tl.load(lengths + row, mask=real, other=0) > 0
     tl.store(out_at + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (n < outputs)[None, :])
     if REST > 0:
         column = tl.arange(0, REST)
@@ -167,6 +170,8 @@ def multiply_heads(
     weight: Tensor,  # [heads, outputs, inputs]
     rest: int = 0,
     *,
+    out: Tensor | None = None,  # [at least tokens, heads * (outputs + rest)]
+    lengths: Tensor | None = None,  # [tokens]: rows of length 0 of `out` keep their contents
     dependent: bool = False,
 ) -> Tensor:  # [tokens, heads * (outputs + rest)]
     """Multiply each head of a row by its own weight, accumulating in float32. The `rest` values behind a head's inputs
@@ -175,7 +180,9 @@ def multiply_heads(
     check_rows(x, "x")
     check(x.shape[1] >= heads * (inputs + rest), "x has too few heads")
     check(weight.is_contiguous() and weight.dtype == x.dtype, "the weight is contiguous and has x's dtype")
-    out = torch.empty(tokens, heads * (outputs + rest), dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens, heads * (outputs + rest), dtype=x.dtype, device=x.device) if out is None else out
+    check_rows(out, "out")
+    check(len(out) >= tokens and out.shape[1] == heads * (outputs + rest), "out has a row for each token")
     if tokens == 0:
         return out
     block_m = max(_FEWEST_ROWS, min(_MOST_ROWS, power_of_two(tokens)))
@@ -183,7 +190,7 @@ def multiply_heads(
     line = (256 if block_m == _FEWEST_ROWS else 128) // x.element_size()
     block_k = max(_LEAST_DIM, min(line, power_of_two(inputs)))
     _heads_kernel[(triton.cdiv(tokens, block_m), heads, triton.cdiv(outputs, block_n))](
-        x, weight, out, tokens, x.stride(0), out.stride(0), inputs, outputs, rest,
+        x, weight, out, lengths, tokens, x.stride(0), out.stride(0), inputs, outputs, rest,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, REST=power_of_two(rest) if rest else 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
         num_warps=8 if block_m == _MOST_ROWS else 4, num_stages=3, launch_pdl=dependent,

@@ -137,7 +137,7 @@ def join_splits(
     return acc, acc_up, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "steps"])
 def _skinny_kernel(
     x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, w_scale_ptr, partial_ptr, counter_ptr,
     M, N, K, x_stride, w_stride, out_stride, residual_stride, steps,

@@ -44,3 +44,12 @@ def log_decay(pace, rate, bias):
     """Return the log decay: rate * softplus(pace + bias)."""
     pace += bias
     return rate * tl.where(pace > 20.0, pace, tl.log(1.0 + tl.exp(tl.minimum(pace, 20.0))))
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)), float32, precise where exp(x) is small."""
+    small = tl.exp(tl.minimum(x, 20.0))
+    whole = 1.0 + small
+    soft = tl.where(whole == 1.0, small, tl.log(whole) * (small / tl.where(whole == 1.0, 1.0, whole - 1.0)))
+    return tl.where(x > 20.0, x, soft)

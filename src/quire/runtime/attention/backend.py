@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.config.model import Heads
+from quire.config.model import Heads, Latent
 from quire.kernels.attention_rule import AttentionRule, CacheScales
 from quire.kernels.reference.cache_quantize import INT4, quantize_heads, split_heads
 from quire.kernels.reference.quantize import LARGEST
@@ -190,6 +190,14 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Attend with query [tokens, query heads, dim], key and value [tokens, kv heads, dim]. Returns [tokens, query
         heads * dim of the values]; over latents, values have fewer elements than keys."""
+
+
+@runtime_checkable
+class LatentBackend(AttentionBackend, Protocol):
+    """A backend that may attend over latents in the expanded form, too."""
+
+    def accept_latent(self, latent: Latent, dtype: torch.dtype) -> None:
+        """Note the sizes of a layer's heads and the dtype of its weights; called as `accept`."""
 
 
 class BatchBackend(AttentionBackend, Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ from quire.runtime.attention.branches import Launch, SideBranch
 from quire.runtime.attention.prefill_scratch import PrefillScratch, ScratchConfig, ScratchPlan, Spans
 from quire.runtime.transfer import Uploader
 
+if TYPE_CHECKING:
+    from quire.runtime.attention.expanded import ExpandedStep
+
 SPARE_TILES = 48  # partial tiles, at most one per chunk
 CASCADE_BYTES = 40 << 20  # of keys and values that could be read while a cascade's second launch ramps up and down
 # If the chunks of a step have more tiles per multiprocessor than this, they fill the device by themselves,
@@ -64,6 +67,7 @@ class TritonPlan:
     cascade: CascadePlan | None  # of the decodes' shared prefixes, for layers without a window
     prefill: PrefillPlan | None  # of the chunks
     scratch: ScratchPlan | None = None  # of the chunks in layers without a window, instead of `prefill`
+    expanded: ExpandedStep | None = None  # of chunks over latents, instead of `prefill`
 
     local: TritonPlan | None = None  # of layers with a window, if they have other heads
 
@@ -143,6 +147,10 @@ class TritonAttention:
         self.memory.uploader.upload_into(plan.numbers, lay_out_groups(plan, groups))
         share_out_groups(plan)
 
+    def rehearse_groups(self) -> None:
+        """Launch the kernel of `set_groups` for the groups that are set. It changes nothing."""
+        share_out_groups(self.memory.cascade)
+
     def num_tiles(self, spans: Spans) -> int:
         """Return how many tiles these chunks take."""
         group, block_m = self._heads.num_query // self._heads.num_kv, self._prefill.block_m
@@ -156,16 +164,17 @@ class TritonAttention:
 
     @property
     def has_scratch(self) -> bool:
-        """Whether the chunks of some steps attend over a dequantized copy of their keys and values."""
+        """Whether the chunks of some steps attend over scratch memory: a dequantized copy, or expanded latents."""
         return self._scratch is not None
 
-    def takes_scratch(self, spans: Spans) -> bool:
-        """Whether these chunks attend over a dequantized copy."""
-        return self._scratch is not None and self._scratch.is_faster(spans)
+    def scratch_passes(self, spans: Spans) -> int:
+        """Return how often these chunks fill scratch memory in a layer: once if they attend over a dequantized copy, 0
+        if they read the cache itself. Chunks over latents may take several passes."""
+        return int(self._scratch is not None and self._scratch.is_faster(spans))
 
-    def tiles(self, spans: Spans, room: int | None = None, *, scratch: bool = False) -> Tensor:
-        """Return the tile list of a step's chunks, on the host, padded to `room`. With `scratch`, the lists of the
-        dequantized copy come before it."""
+    def tiles(self, spans: Spans, room: int | None = None, *, scratch: int = 0) -> Tensor:
+        """Return the tile list of a step's chunks, on the host, padded to `room`. With `scratch` (`scratch_passes`),
+        the lists of the dequantized copy come before it."""
         group = self._heads.num_query // self._heads.num_kv
         tiles = lay_out_tiles(spans, group, self._prefill.block_m, room)  # type: ignore[arg-type]  # reads any lines of 4
         if not scratch:
@@ -182,7 +191,7 @@ class TritonAttention:
         tiles: Tensor | None,  # the result of `tiles`, on the device
         *,
         cascade: bool = False,  # shared prefixes are read once per group (see `set_groups`)
-        scratch: bool = False,  # `tiles` was made with `scratch`
+        scratch: int = 0,  # with which `tiles` was made
     ) -> TritonPlan:
         """Make the plan of a step, by one launch per window that layers have. Valid until the next plan is made.
 
@@ -222,7 +231,7 @@ class TritonAttention:
     def _attend_both(self, plan: TritonPlan, chunks: Launch, decodes: Launch, num_tokens: int) -> None:
         """Launch the plan's chunks and decodes: on parallel branches if the step is small enough, otherwise one after
         the other. They write different tokens of one tensor, and share no other memory that either writes."""
-        has_chunks = plan.prefill is not None or plan.scratch is not None
+        has_chunks = plan.prefill is not None or plan.scratch is not None or plan.expanded is not None
         if plan.num_decodes and has_chunks and self._side is not None and num_tokens <= self._most_branched:
             self._side.run_beside(chunks, decodes)
             return

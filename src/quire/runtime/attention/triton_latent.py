@@ -4,12 +4,15 @@ heads."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from quire.config.model import Heads
+from quire.config.attention_memory import is_expanded
+from quire.config.model import Heads, Latent
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton.attention_cascade import UNIT_ROWS, CascadePlan, allocate_cascade_plan
 from quire.kernels.triton.attention_decode import PrefixPart
@@ -17,16 +20,28 @@ from quire.kernels.triton.attention_latent import head_groups, latent_config, la
 from quire.kernels.triton.attention_latent_prefill import latent_prefill, latent_prefill_config
 from quire.kernels.triton.attention_schedule import allocate_split_plan
 from quire.runtime.attention.backend import LayerCache
+from quire.runtime.attention.expanded import ExpandedScratch
+from quire.runtime.attention.prefill_scratch import Spans
 from quire.runtime.attention.triton import CASCADE_BYTES, Reserved, TritonAttention, TritonPlan
+from quire.runtime.layers.head_linear import TritonHeads, heads_of
 from quire.runtime.transfer import Uploader
+
+if TYPE_CHECKING:
+    from quire.runtime.layers.latent import LatentProducts
 
 
 class LatentTritonAttention(TritonAttention):
     def __init__(self, heads: Heads, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:
         super().__init__(heads, dtype, device, dependent_rows=dependent_rows)
         self._prefill = latent_prefill_config(dtype.itemsize, device)
+        self._latent: tuple[Latent, torch.dtype] | None = None
+        self._expanded: ExpandedScratch | None = None
 
-    def reserve(self, caches: Sequence[LayerCache], max_rows: int, scratch_tokens: int = 0) -> None:  # noqa: ARG002
+    def accept_latent(self, latent: Latent, dtype: torch.dtype) -> None:
+        """Implements LatentBackend."""
+        self._latent = latent, dtype
+
+    def reserve(self, caches: Sequence[LayerCache], max_rows: int, scratch_tokens: int = 0) -> None:
         cache, heads = caches[0], self._heads.num_query
         key = cache.key
         groups = head_groups(heads)
@@ -38,6 +53,66 @@ class LatentTritonAttention(TritonAttention):
         least_saved = -(-CASCADE_BYTES // (key.shape[3] * key.element_size()))
         self._reserved = Reserved(((max_rows, {None: split}),), cascade, least_saved, Uploader(key.device))
         self._reserve_branch(key.device)
+        if self._latent is not None and is_expanded(self._latent[0]) and scratch_tokens > 0:
+            latent, dtype = self._latent
+            self._expanded = ExpandedScratch(heads, latent, scratch_tokens, dtype, key.device)
+
+    @property
+    def has_scratch(self) -> bool:
+        return self._expanded is not None
+
+    def scratch_passes(self, spans: Spans) -> int:
+        return 0 if self._expanded is None else self._expanded.passes(spans, self._prefill)
+
+    def tiles(self, spans: Spans, room: int | None = None, *, scratch: int = 0) -> Tensor:
+        """Return the lists of a step's chunks, on the host: with `scratch` (`scratch_passes`), those of the expanded
+        form. Its tiles have at least as many tokens as those of the absorbed form, so they fit into the same `room`."""
+        if not scratch:
+            return super().tiles(spans, room)
+        assert self._expanded is not None
+        return self._expanded.lists(spans, scratch, room)
+
+    def plan(
+        self, rows: Tensor, positions: Tensor, lengths: Tensor, tables: Tensor, tiles: Tensor | None,
+        *, cascade: bool = False, scratch: int = 0,
+    ) -> TritonPlan:  # fmt: skip
+        if not scratch:
+            return super().plan(rows, positions, lengths, tables, tiles, cascade=cascade)
+        assert tiles is not None
+        assert self._expanded is not None
+        step = super().plan(rows, positions, lengths, tables, None, cascade=cascade)
+        return replace(step, expanded=self._expanded.plan(tiles, scratch, lengths))
+
+    def attend_expanded(
+        self, query: Tensor, cache: LayerCache, plan: TritonPlan, rule: AttentionRule, products: LatentProducts
+    ) -> Tensor:
+        """Attend for a step whose plan is expanded: chunks in the expanded form, decodes in the absorbed one.
+
+        query: [tokens, at least heads * (nope + rope)], with rotated positions. Returns [tokens, heads * value].
+        """
+        to_latents, to_values = products.to_latents, products.to_values
+        assert isinstance(to_latents, TritonHeads)
+        assert isinstance(to_values, TritonHeads)
+        assert plan.expanded is not None
+        (num_heads, _, nope), value = to_latents.weight.shape, to_values.weight.shape[1]
+        by_head = heads_of(query, num_heads, nope + self._heads.dim - self._heads.value_dim)
+        out = torch.empty(len(query), num_heads * value, dtype=query.dtype, device=query.device)
+        latents = torch.empty(
+            plan.num_decodes, num_heads, self._heads.value_dim, dtype=query.dtype, device=query.device
+        )
+        chunks = partial(
+            plan.expanded.memory.attend, by_head, cache, plan.tables, plan.expanded, rule, (to_latents, to_values), out,
+            dependent=self.is_dependent(len(query)),
+        )  # fmt: skip
+
+        def decodes() -> None:
+            compared = to_latents(query[: plan.num_decodes]).view(-1, num_heads, self._heads.dim)
+            self._attend_decodes(compared, cache, plan, rule, latents)
+
+        self._attend_both(plan, chunks, decodes, len(query))
+        if plan.num_decodes:
+            to_values(latents.flatten(1), out=out, lengths=plan.expanded.lengths)
+        return out
 
     def attend(
         self,

@@ -52,14 +52,14 @@ class MixedTritonAttention(TritonAttention):
     def tile_room(self, num_tokens: int) -> int:
         return max(super().tile_room(num_tokens), self._local.tile_room(num_tokens))
 
-    def tiles(self, spans: Spans, room: int | None = None, *, scratch: bool = False) -> Tensor:
+    def tiles(self, spans: Spans, room: int | None = None, *, scratch: int = 0) -> Tensor:
         assert not scratch, "chunks of mixed heads read the cache itself"
         room = self.num_tiles(spans) if room is None else room
         return torch.cat((super().tiles(spans, room), self._local.tiles(spans, room)))
 
     def plan(
         self, rows: Tensor, positions: Tensor, lengths: Tensor, tables: Tensor, tiles: Tensor | None,
-        *, cascade: bool = False, scratch: bool = False,
+        *, cascade: bool = False, scratch: int = 0,
     ) -> TritonPlan:  # fmt: skip
         assert not scratch
         own, local = (None, None) if tiles is None else tiles.chunk(2)

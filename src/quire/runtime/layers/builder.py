@@ -15,7 +15,7 @@ from quire.config.model import Experts, Heads, ModelConfig, Rope
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
-from quire.runtime.attention.backend import AttentionBackend
+from quire.runtime.attention.backend import AttentionBackend, LatentBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_product
@@ -346,6 +346,8 @@ class LayerBuilder:
         assert latent is not None
         rule = AttentionRule(latent.query_dim**-0.5 if scale is None else scale)
         self.backend.accept(rule)
+        if isinstance(self.backend, LatentBackend):
+            self.backend.accept_latent(latent, self.placement.dtype)
         rotary = self._rotary(config.rope, latent.rope_dim)
         heads = self._splits.heads(config.heads)
         return LatentAttention(heads, latent, config.place_of(layer), rule, rotary, self._ops)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quire.config.model import Recurrent
+from quire.config.recurrent import Recurrent
 from quire.kernels.delta import DeltaWeights
 from quire.kernels.native.program import Symbol
 from quire.kernels.recurrent import RecurrentSizes

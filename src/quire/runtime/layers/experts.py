@@ -225,10 +225,11 @@ class MoEMLP(nn.Module):
         self.gate, self.experts, self._settings = gate, experts, settings
         self.shared_expert, self.shared_expert_gate = shared_expert, shared_expert_gate
 
-    def forward(self, x: Normed) -> Value:  # [tokens, hidden]
-        if x.stream.is_empty:
-            return x.stream.x
-        rows, value = x.stream.rows, x.value()
+    def forward(self, x: Normed | Stream) -> Value:  # [tokens, hidden]
+        stream = x if isinstance(x, Stream) else x.stream
+        if stream.is_empty:
+            return stream.x
+        rows, value = stream.rows, stream.settle() if isinstance(x, Stream) else x.value()
         shared: tuple[Value, ...] = ()
         if self.shared_expert is not None:
             projected: Projected = self.shared_expert(value)

@@ -69,12 +69,14 @@ class TritonHeads:
     """All heads in one Triton launch. `dependent_rows`: fewest tokens with programmatic dependent launch."""
 
     def __init__(self, weight: Tensor, rest: int, *, dependent_rows: int) -> None:
-        self._weight, self._rest, self._dependent_rows = weight.contiguous(), rest, dependent_rows
+        self.weight, self._rest, self._dependent_rows = weight.contiguous(), rest, dependent_rows
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, out: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+        """Multiply. With `out`, write there; rows whose length is 0 in `lengths` [tokens] keep their contents."""
         from quire.kernels.triton.latent import multiply_heads
 
-        return multiply_heads(x, self._weight, self._rest, dependent=len(x) >= self._dependent_rows)
+        dependent = len(x) >= self._dependent_rows
+        return multiply_heads(x, self.weight, self._rest, out=out, lengths=lengths, dependent=dependent)
 
 
 def heads_of(x: Tensor, num: int, dim: int) -> Tensor:  # [tokens, num, dim]

@@ -1,7 +1,8 @@
 """Multi-head latent attention (MLA): the cache holds one latent vector per token, which all heads read.
 
-The matrix that would expand latents to keys is multiplied into the queries, and the one that would expand them to
-values into the attention output. So keys and values are never computed, and only latents are cached.
+Only latents are cached. In the absorbed form, the matrix that would expand latents to keys is multiplied into the
+queries, and the one that would expand them to values into the attention output, so keys and values are never computed.
+On a GPU, prompt chunks that see a latent often enough expand it instead (`attend_expanded` of the backend).
 """
 
 from __future__ import annotations
@@ -80,18 +81,24 @@ class LatentAttention(nn.Module):
         dim]."""
         assert products.to_latents is not None, "finish() was not called"
         assert products.to_values is not None
-        attended: Value
         if isinstance(query, Symbol):
-            attended = self._trace_program(query, latents, step, norm, products.to_latents)
-        elif step.backend.kernels == "triton" and self.rotary.is_static:
-            attended = self._by_triton(query, latents, step, norm, products.to_latents)
+            return products.to_values(self._trace_program(query, latents, step, norm, products.to_latents))
+        heads, latent, cache = self._heads, self._latent, step.caches[self._layer]
+        plan, is_triton = step.attention_of(cache), step.backend.kernels == "triton"
+        if is_triton and self.rotary.is_static:
+            self._store_by_triton(query, latents, step, norm)
         else:
-            attended = self._by_parts(query, latents, step, norm, products.to_latents)
+            self._store_by_parts(query, latents, step, norm)
+        if is_triton and plan.expanded is not None:
+            attended: Tensor = step.backend.attend_expanded(query, cache, plan, self.rule, products)
+            return attended
+        compared = products.to_latents(query).view(len(query), heads.num_query, heads.dim)
+        key = latents[:, None, -heads.dim :]  # [tokens, 1, dim]; rotated, unless the backend reads it from the cache
+        attended = step.backend.attend(compared, key, key[..., : latent.rank], cache, plan, self.rule)
         return products.to_values(attended)
 
-    def _by_parts(
-        self, query: Tensor, latents: Tensor, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear
-    ) -> Tensor:
+    def _store_by_parts(self, query: Tensor, latents: Tensor, step: ForwardStep, norm: RMSNorm) -> None:
+        """Rotate queries and latents in place, and write latents to the cache."""
         heads, latent, cache = self._heads, self._latent, step.caches[self._layer]
         key, rotation = latents[:, -heads.dim :], self.rotary(step)
         norm.of_part(key, 0)
@@ -99,18 +106,12 @@ class LatentAttention(nn.Module):
         self._rotate(key[..., latent.rank :], rotation)
         self._rotate(heads_of(query, heads.num_query, latent.query_dim)[..., latent.nope_dim :], rotation)
         self._ops.write(key, None, cache, step.slots_of(cache))
-        compared = to_latents(query).view(len(query), heads.num_query, heads.dim)
-        value, plan = key[..., : latent.rank], step.attention_of(cache)
-        attended: Tensor = step.backend.attend(compared, key, value, cache, plan, self.rule)
-        return attended
 
     def _rotate(self, x: Tensor, rotation: Rotation) -> None:
         x.copy_(self._ops.rotate(x.clone(memory_format=torch.contiguous_format), *rotation))
 
-    def _by_triton(
-        self, query: Tensor, latents: Tensor, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear
-    ) -> Tensor:
-        """Run the norm, the rotation and the cache write as one launch, then attend."""
+    def _store_by_triton(self, query: Tensor, latents: Tensor, step: ForwardStep, norm: RMSNorm) -> None:
+        """Norm latents and write them to the cache, and rotate queries in place, by one launch."""
         from quire.kernels.triton.latent import store_latents
 
         heads, latent, cache = self._heads, self._latent, step.caches[self._layer]
@@ -121,9 +122,6 @@ class LatentAttention(nn.Module):
             self.rotary.angles(step.max_length), plan.positions, plan.rows, plan.tables, cache.key,
             dependent=step.backend.is_dependent(len(query)),
         )  # fmt: skip
-        compared = to_latents(query).view(len(query), heads.num_query, heads.dim)
-        attended: Tensor = step.backend.attend(compared, compared, compared, cache, plan, self.rule)
-        return attended
 
     def _trace_program(
         self, query: Symbol, latents: Symbol, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear

@@ -1,14 +1,15 @@
-"""Builds the recurrent layers of a model: gated delta nets and short convolutions."""
+"""Builds the recurrent layers of a model: gated delta nets, Mamba-2 layers and short convolutions."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from quire.config.model import Recurrent
+from quire.config.recurrent import Recurrent
 from quire.runtime.layers.convolution import Convolution, ShortConvolution
 from quire.runtime.layers.delta import DeltaRule, GatedDeltaNet, ungrouped_rows
 from quire.runtime.layers.experts import Router
 from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.mamba import MambaMixer, MambaScan
 from quire.runtime.layers.product import Product
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.weights import Placement
@@ -35,6 +36,14 @@ class RecurrentLayers:
         each = self._splits.recurrent(sizes)
         out_proj = self._row_linear("out_proj", each.values, hidden, bias=False)
         return GatedDeltaNet(in_proj, gate_proj, DeltaRule(sizes, each, place, eps, self._placement), out_proj)
+
+    def mamba(self, hidden: int, sizes: Recurrent, place: int, eps: float) -> MambaMixer:
+        each, options = self._splits.recurrent(sizes), sizes.mamba
+        assert options is not None
+        outputs = concat_splits(each.values, each.values, each.keys, each.keys, each.value_heads)
+        in_proj = Linear(hidden, {"in_proj": outputs}, options.has_bias, self._product, self._placement)
+        out_proj = self._row_linear("out_proj", each.values, hidden, bias=options.has_bias)
+        return MambaMixer(in_proj, MambaScan(sizes, each, place, eps, self._placement, self._splits.group), out_proj)
 
     def short_convolution(self, hidden: int, sizes: Recurrent, place: int) -> ShortConvolution:
         channels, bias = self._splits.size(hidden), sizes.has_bias

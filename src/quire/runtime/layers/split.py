@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.config.model import Heads, Recurrent
+from quire.config.model import Heads
 from quire.config.parallel import HeadShare, share_heads, share_of, share_size
+from quire.config.recurrent import Recurrent
 from quire.runtime.parallel.group import ONE_RANK, RankGroup
 
 

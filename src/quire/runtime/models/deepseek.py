@@ -7,6 +7,7 @@ stored as V3, Kimi K2.5 as V3 within a model for images.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -96,8 +97,9 @@ def read_deepseek_v3(config: Fields) -> ModelConfig:
 
 
 def read_latent_decoder(
-    config: Fields, name: str, max_position: int, *, experts: Experts, in_pairs: bool = True
+    config: Fields, name: str, max_position: int, *, experts: Experts, in_pairs: bool = True, **fields: Any
 ) -> ModelConfig:
+    """Read the config of a decoder with latent attention. `fields`: further fields of ModelConfig."""
     num_heads = config.integer("num_attention_heads")
     if config.integer("num_key_value_heads", num_heads) != num_heads:
         raise config.refuse("num_key_value_heads", f"must be {num_heads}, as many as query heads")
@@ -121,9 +123,8 @@ def read_latent_decoder(
     rope = read_rope(config, config.integer("max_position_embeddings", max_position))
     rope = replace(rope, in_pairs=in_pairs)
     scale = latent.query_dim**-0.5 * score_scale(rope)
-    return read_decoder(
-        config, name, max_position, heads=heads, rope=rope, latent=latent, attention_scale=scale, experts=experts
-    )
+    own = {"heads": heads, "rope": rope, "latent": latent, "attention_scale": scale, "experts": experts}
+    return read_decoder(config, name, max_position, **own | fields)
 
 
 def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, first: int) -> Experts:
@@ -144,7 +145,7 @@ def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, fi
 
 
 def rename_deepseek(name: str) -> str | None:
-    text = text_model_name(name, ("vision_tower.", "mm_projector."))
+    text = text_model_name(name, ("vision_tower.", "mm_projector.", "multi_modal_projector."))
     return None if text is None else text.replace(".mlp.shared_experts.", ".mlp.shared_expert.")
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from quire.config.fields import Fields
-from quire.config.model import Experts, ModelConfig, Recurrent
+from quire.config.model import Experts, ModelConfig
+from quire.config.recurrent import Recurrent
 from quire.runtime.models import gguf_config
 from quire.runtime.models.family import GGUF_EXPERTS, GGUF_INNER, GgufFamily
 from quire.runtime.models.gguf_layout import (

@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from quire.config.fields import Fields
-from quire.config.model import ModelConfig, Recurrent
+from quire.config.model import ModelConfig
+from quire.config.recurrent import Recurrent
 from quire.runtime.models import gguf_config
 from quire.runtime.models.family import GGUF_INNER, GGUF_OUTER, GgufFamily
 from quire.runtime.models.gguf_layout import Rearranged

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 from quire.config.fields import Fields
-from quire.config.model import Encoder, Experts, Heads, ModelConfig, Recurrent, Rope
+from quire.config.model import Encoder, Experts, Heads, ModelConfig, Rope
+from quire.config.recurrent import Recurrent
 from quire.runtime.models.hf_rope import read_rope
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"  # values of `layer_types`
+_OLD_KINDS = {"mamba": LINEAR, "attention": FULL}  # old values of `layer_types`
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 GATED = ("silu", "gelu", "gelu_tanh")  # activations of gated MLPs
 PLAIN = (*GATED, "relu", "relu2")  # activations of plain MLPs
@@ -258,6 +260,8 @@ def read_recurrent_layers(config: Fields, kind: str, attends: Callable[[int], bo
     `attends(layer)` is false."""
     count = config.integer("num_hidden_layers")
     kinds = config.raw("layer_types") or [FULL if attends(layer) else kind for layer in range(count)]
+    if isinstance(kinds, list):
+        kinds = [_OLD_KINDS.get(each, each) if isinstance(each, str) else each for each in kinds]
     if not isinstance(kinds, list) or len(kinds) != count or any(each not in (kind, FULL) for each in kinds):
         raise config.refuse("layer_types", f"must be {kind} or {FULL} for each of {count} layers")
     if FULL not in kinds:

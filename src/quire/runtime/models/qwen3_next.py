@@ -11,7 +11,8 @@ from dataclasses import replace
 from torch import nn
 
 from quire.config.fields import Fields
-from quire.config.model import Experts, ModelConfig, Recurrent
+from quire.config.model import Experts, ModelConfig
+from quire.config.recurrent import Recurrent
 from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.experts import MoEMLP

@@ -20,9 +20,11 @@ from quire.runtime.sampling.samples import Longs, Part, Samples
 from quire.runtime.sampling.tiles import tile_max
 from quire.runtime.sampling.transforms.allowed_ids import AllowedIds
 from quire.runtime.sampling.transforms.bad_words import BadWords
+from quire.runtime.sampling.transforms.filters import DynamicTemperature, TopA, TopNSigma, TypicalP, Xtc
 from quire.runtime.sampling.transforms.logit_bias import LogitBias
 from quire.runtime.sampling.transforms.min_tokens import MinTokens
 from quire.runtime.sampling.transforms.occurrence import OccurrencePenalty
+from quire.runtime.sampling.transforms.repeats import Dry, NoRepeatNgram
 from quire.runtime.sampling.transforms.repetition import RepetitionPenalty
 from quire.runtime.sampling.transforms.transform import Step, Transform
 from quire.runtime.sampling.validation import check_ids
@@ -53,7 +55,8 @@ class Sampler:
     """Chooses the next token of every sample, by parameters that are uploaded once when its row is added.
 
     Logits are changed in vLLM V1's order: masks, allowed_token_ids, bad_words, min_tokens, logit_bias, repetition
-    penalty, frequency and presence penalty, temperature, min_p, top_k, top_p. Where candidates are asked for, it is
+    penalty, frequency and presence penalty, the extra samplers (DRY, no_repeat_ngram_size, top_n_sigma, top_a,
+    typical_p, XTC, dynamic temperature), temperature, min_p, top_k, top_p. Where candidates are asked for, it is
     their log-probabilities that are changed, as in transformers' beam search. A token depends on its own logits, and
     on its row's parameters, seed and history so far, alone. A row that was never added is greedy. Nothing waits for
     the device.
@@ -69,6 +72,13 @@ class Sampler:
             LogitBias(num_rows, device),
             RepetitionPenalty(num_rows, device),
             OccurrencePenalty(num_rows, device),
+            Dry(num_rows, vocab_size, device),
+            NoRepeatNgram(num_rows, device),
+            TopNSigma(num_rows, device),
+            TopA(num_rows, device),
+            TypicalP(num_rows, device),
+            Xtc(num_rows, device),
+            DynamicTemperature(num_rows, device),
         )
         self._reports = Reports(num_rows, vocab_size, device)
         self._special: set[int] = set()  # rows that ask for more than a choice
@@ -202,6 +212,7 @@ def asks_for_more(new: NewRow) -> bool:
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
         or sampling.stop_token_ids
+        or sampling.extra is not None
         or sampling.logprobs is not None
         or sampling.logprob_token_ids
         or new.num_candidates

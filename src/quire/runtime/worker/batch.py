@@ -33,7 +33,7 @@ class StepShape(NamedTuple):
     chunks: bool  # there are chunks
     cascade: bool  # decode attention reads blocks that rows share once for all of them
     adapters: bool = False  # a token uses a LoRA adapter
-    scratch: bool = False  # chunks attend over a dequantized copy of their keys and values
+    scratch: bool = False  # chunks attend over scratch memory, which they fill once per layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,33 +34,35 @@ class CudaCapture:
     """Captures CUDA graphs that share one memory pool, so two of them must never run at the same time."""
 
     def __init__(self, device: torch.device, *, alone: bool, is_stage: bool = False) -> None:
-        """`alone`: no other rank captures the same graphs. `is_stage`: this rank is a pipeline stage. Its sends may
-        wait for the receiver for any time, so a capture synchronizes only with the current stream, not with the
-        device."""
+        """`alone`: no other rank captures the same graphs; then a capture does not wait for the device. `is_stage`:
+        this rank is a pipeline stage. Its sends may wait for the receiver for any time, so a capture synchronizes only
+        with the current stream, not with the device."""
         self._alone, self._is_stage = alone, is_stage
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, launch: Launch, rehearse: Launch) -> Launch:
-        """Wait for the device (on a stage, for the current stream), and capture. `rehearse` runs twice before: first to
-        compile kernels, then to let libraries initialize themselves."""
-        graph = torch.cuda.CUDAGraph()
+        """Capture, while the device computes the steps launched before; with other ranks, wait for these steps first.
+        `rehearse` runs twice before: first to compile kernels, then to let libraries initialize themselves."""
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         if self._is_stage:
-            torch.cuda.current_stream().synchronize()
-        else:
+            current.synchronize()
+        elif not self._alone:
             torch.cuda.synchronize()
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             with compiling_only():
                 rehearse()
             rehearse()
-            self._stream.synchronize()
+            if not self._alone:
+                self._stream.synchronize()
             with _no_collection():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     launch()
                 finally:
                     graph.capture_end()
-        self._stream.synchronize()
+        current.wait_stream(self._stream)
         return graph.replay
 
     def is_idle(self) -> bool:

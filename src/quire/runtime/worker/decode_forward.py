@@ -133,6 +133,12 @@ class DecodeForward:
         self._rows.uploader.upload_into(self._places[:bucket], places)
         self._written, self._written_bucket = rows, bucket
 
+    def write_padding(self, kind: DecodeKind) -> None:
+        """Make the next step one of padding only, and launch what the host launches before a step of its kind."""
+        self.write(NO_ROWS, kind)
+        if kind.cascade:
+            self._parts.attention.rehearse_groups()
+
     def hidden(self, kind: DecodeKind, layers: int | None = None) -> Hidden:
         """Run the layers over the rows that were written last. With `layers`, only that many layers run: they launch
         the same kernels fewer times."""

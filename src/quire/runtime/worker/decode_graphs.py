@@ -85,12 +85,15 @@ class DecodeGraphs:
     def buckets(self) -> tuple[int, ...]:
         return self._forward.buckets
 
+    def cascade_kinds(self) -> Iterator[DecodeKind]:
+        """Yield the kinds of decode steps whose rows share prefixes, the largest first."""
+        return (DecodeKind(bucket, cascade=True) for bucket in reversed(self.buckets))
+
     def rarer_kinds(self) -> Iterator[DecodeKind]:
-        """Yield the kinds of steps other than plain decoding, per bucket or for the smallest one."""
+        """Yield all other kinds of steps than plain decoding, per bucket or for the smallest one."""
         first = self.buckets[0]
         for bucket in self.buckets:
             yield DecodeKind(bucket, top_k_top_p=True)
-            yield DecodeKind(bucket, cascade=True)
             if self._forward.has_adapters:
                 yield DecodeKind(bucket, adapters=True)
         yield from (DecodeKind(first, listed=listed) for listed in (0, 8))
@@ -106,7 +109,7 @@ class DecodeGraphs:
 
     def rehearse(self, kind: DecodeKind) -> None:
         """Launch each kernel of a graph at least once, over padding only."""
-        self._forward.write(NO_ROWS, kind)
+        self._forward.write_padding(kind)
         self._choose(kind, self._logits(kind, layers=self._model.num_varied), self._listing(kind))
 
     def capture(self, bucket: int) -> None:

@@ -77,10 +77,11 @@ class DeviceBatchBuilder:
         chosen = rows.uploader.upload(found.rows.astype(np.int32), *found[1:5])
         segments = None if self._states is None else self._states.segments(plan, decodes, spans)
         count, decoded = len(positions), rows.lengths[decodes]
-        room = self._bucket_of(count, spans, segments)
+        scratch = self._attention.scratch_passes(spans)
+        room = self._bucket_of(count, spans, segments) if scratch <= 1 else None
         adapted = self.adapters is not None and self.adapters.are_used(token_rows)
-        scratch, kind = self._attention.takes_scratch(spans), (len(decodes) > 0, len(spans) > 0, cascade, adapted)
-        shape = None if room is None else StepShape(room, *kind, scratch)
+        kind = (len(decodes) > 0, len(spans) > 0, cascade, adapted)
+        shape = None if room is None else StepShape(room, *kind, scratch > 0)
         tiles = self._tiles(spans, shape, scratch=scratch) if len(spans) else None
         if shape is not None:
             token_rows, positions = _pad(token_rows, shape.tokens, PADDING), _pad(positions, shape.tokens, 0)
@@ -94,7 +95,7 @@ class DeviceBatchBuilder:
     def usual_shapes(self) -> list[StepShape]:
         """Return the shapes that most steps have: chunks alone, and chunks with decodes."""
         return [
-            StepShape(tokens, decodes, True, False, adapted, self._attention.takes_scratch(_one_chunk(tokens)))
+            StepShape(tokens, decodes, True, False, adapted, self._attention.scratch_passes(_one_chunk(tokens)) == 1)
             for adapted in ((False,) if self.adapters is None else (False, True))
             for tokens in self._buckets
             for decodes in (False, True)
@@ -109,13 +110,13 @@ class DeviceBatchBuilder:
     def blank_large(self, num_decodes: int) -> Batch:
         """Return a step larger than all buckets, with `num_decodes` decodes, that consists of padding only."""
         most = self._buckets[-1] if self._buckets else 0
-        scratch = self._attention.takes_scratch(_one_chunk(most + 1))
+        scratch = self._attention.scratch_passes(_one_chunk(most + 1))
         tiles = self._tiles(find_spans(StepPlan(step=0)), None, scratch=scratch)
         return self._blank(max(most + 1, num_decodes), num_decodes, tiles, None, (False, scratch))
 
     def _blank(
         self, num_tokens: int, num_decodes: int, tiles: npt.NDArray[np.int32] | None, shape: StepShape | None,
-        attended: tuple[bool, bool],
+        attended: tuple[bool, int],
     ) -> Batch:  # fmt: skip
         padding, nothing = np.full(num_tokens, PADDING, dtype=np.int64), StepPlan(step=0)
         decoded = np.zeros(num_decodes, dtype=np.int64)
@@ -131,7 +132,7 @@ class DeviceBatchBuilder:
         chunks and padding, which it skips."""
         return min(shape.tokens, self._rows.spare) if shape.decodes else 0
 
-    def _tiles(self, spans: Longs, shape: StepShape | None, *, scratch: bool) -> npt.NDArray[np.int32]:
+    def _tiles(self, spans: Longs, shape: StepShape | None, *, scratch: int) -> npt.NDArray[np.int32]:
         room = None if shape is None else self._attention.tile_room(shape.tokens)
         tiles: npt.NDArray[np.int32] = self._attention.tiles(spans, room, scratch=scratch).numpy()
         return tiles
@@ -165,7 +166,7 @@ class DeviceBatchBuilder:
         tiles: npt.NDArray[np.int32] | None,
         segments: Longs | None,
         shape: StepShape | None,
-        attended: tuple[bool, bool],  # whether decodes use cascade attention, and whether chunks use a dequantized copy
+        attended: tuple[bool, int],  # whether decodes use cascade attention, and how often chunks fill scratch memory
     ) -> ForwardStep:
         rows, parts = self._rows, np.empty((0, 4), dtype=np.int64) if segments is None else segments
         places = np.where(token_rows == PADDING, rows.spare, token_rows)  # the spare row is empty

@@ -194,7 +194,7 @@ def _device_parts(
         has_programs = placed is None and not is_stage
         graphs = DecodeGraphs(model, shared, *choice, capture, vocabulary, has_programs=has_programs)
     agree, alone = partial(_agree, group, rows.device), group.size == 1 and not is_stage
-    ready = partial(prepare, batches, forward, graphs, agree, alone=alone)
+    ready = partial(prepare, batches, forward, graphs, agree, alone=alone, shared=shared.shared)
     has_short = config.speculation is not None and states is None and placed is None and not is_stage
     if not has_short or not isinstance(graphs, DecodeGraphs) or choice is None:
         return WorkerParts(rows, cache, batches, forward, graphs, ready, states, images)

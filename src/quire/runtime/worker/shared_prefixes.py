@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.kernels.triton.attention_cascade import SharedPrefix
+from quire.kernels.triton.compiling import Compilations
 from quire.runtime.attention.triton import TritonAttention
 from quire.runtime.worker.device_rows import DeviceRows
 from quire.types.step import NO_ROWS, Ints
@@ -30,6 +31,12 @@ class SharedPrefixes:
         self._rows, self._attention = rows, attention
         self._seen, self._tables_version = NO_ROWS, 0
         self._any = False
+        self._compilations: Compilations | None = None
+
+    def await_kernels(self, compilations: Compilations) -> None:
+        """Find no groups until these compilations of cascade attention's kernels are done: rows attend one by one as
+        long, which is slower, but does not wait for a compiler."""
+        self._compilations = compilations
 
     def update_groups(self, rows: Ints) -> bool:
         """Update the backend's groups for a step whose decodes are `rows`, in this order. Returns whether the step
@@ -38,6 +45,10 @@ class SharedPrefixes:
         Must be called for each step before its attention plan is made or its graph is launched or captured. Only
         enqueues, and costs almost nothing while the rows stay the same.
         """
+        if self._compilations is not None:
+            if not self._compilations.are_done():
+                return False
+            self._compilations = None
         same = rows is self._seen or np.array_equal(rows, self._seen)
         if not same or self._tables_version != self._rows.tables_version:
             self._seen, self._tables_version = rows, self._rows.tables_version

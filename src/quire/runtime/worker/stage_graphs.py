@@ -31,19 +31,21 @@ class HiddenGraphs:
     def buckets(self) -> tuple[int, ...]:
         return self._forward.buckets
 
+    def cascade_kinds(self) -> Iterator[DecodeKind]:
+        """Yield the kinds of decode steps whose rows share prefixes, the largest first."""
+        return (DecodeKind(bucket, cascade=True) for bucket in reversed(self.buckets))
+
     def rarer_kinds(self) -> Iterator[DecodeKind]:
-        """Yield the kinds of steps other than plain decoding, for each bucket."""
-        for bucket in self.buckets:
-            yield DecodeKind(bucket, cascade=True)
-            if self._forward.has_adapters:
-                yield DecodeKind(bucket, adapters=True)
+        """Yield the kinds of decode steps with LoRA adapters, for each bucket."""
+        if self._forward.has_adapters:
+            yield from (DecodeKind(bucket, adapters=True) for bucket in self.buckets)
 
     def trace_row(self) -> None:
         """Do nothing: no kernel runs all layers of a stage."""
 
     def rehearse(self, kind: DecodeKind) -> None:
         """Launch each kernel of a graph at least once, over padding only."""
-        self._forward.write(NO_ROWS, kind)
+        self._forward.write_padding(kind)
         self._forward.hidden(kind, self._model.num_varied)
 
     def capture(self, bucket: int) -> None:

@@ -33,6 +33,7 @@ from quire.serving.http.validators.values import (
 )
 from quire.serving.text.structure_fields import GUIDED
 from quire.types.errors import InvalidRequest, UnknownParameter
+from quire.types.extra_samplers import MAX_DRY_LENGTH, MAX_NGRAM
 from quire.types.sampling import MAX_PATTERN_COUNT, MAX_SEED
 
 Support = Literal["yes", "no effect", "no"]
@@ -222,16 +223,35 @@ LABELS = (
 )  # fmt: skip
 
 _FOREIGN = "is a sampling method that this server does not support"
+EXTRA_SAMPLING = (
+    Field("typical_p", Number(0.0, 1.0, is_open=True), "Locally typical sampling: keep the tokens whose surprise is "
+          "nearest to the entropy, as few as have this probability together; 1 is off.", 1.0),
+    Field("top_a", Number(0.0, 1.0), "Drop tokens whose probability is below this times the square of the highest one.",
+          0.0),
+    Field("top_n_sigma", Number(-1.0, 100.0), "Drop tokens whose logit is more than this many standard deviations "
+          "below the highest; 0 or -1 is off.", 0.0),
+    Field("xtc_probability", Number(0.0, 1.0), "With this probability, exclude at each token all choices with at least "
+          "`xtc_threshold` except the least probable of them.", 0.0),
+    Field("xtc_threshold", Number(0.0, 1.0), "See `xtc_probability`; above 0.5 nothing is excluded.", 0.1),
+    Field("dynatemp_range", Number(0.0, 100.0), "The temperature is this much lower where one token is certain, and "
+          "this much higher where all are equally probable.", 0.0),
+    Field("dynatemp_exponent", Number(0.0, 100.0), "How the temperature follows the entropy; needs `dynatemp_range`.",
+          1.0),
+    Field("dry_multiplier", Number(0.0, 100.0), "DRY: subtract multiplier * base ** (length - allowed length) from the "
+          "logit of a token that lengthens a repetition of this length; 0 is off.", 0.0),
+    Field("dry_base", Number(1.0, 100.0), "See `dry_multiplier`.", 1.75),
+    Field("dry_allowed_length", Whole(1, MAX_DRY_LENGTH), "Shorter repetitions have no DRY penalty.", 2),
+    Field("dry_penalty_last_n", Whole(-1, 2**31 - 1), "How many tokens DRY searches for repetitions; -1: all; 0: off.",
+          -1),
+    Field("dry_sequence_breakers", Texts("stop_strings", "stop_characters"),
+          'A token that contains one of these texts ends repetitions. Default: `"\\n"`, `":"`, `"\""`, `"*"`.'),
+    Field("no_repeat_ngram_size", Whole(0, MAX_NGRAM), "No sequence of this many tokens may occur twice in prompt and "
+          "answer; 0 is off.", 0),
+)  # fmt: skip
 FOREIGN_SAMPLING = (
-    not_supported("typical_p", "Locally typical sampling.", 1, why=_FOREIGN),
+    *EXTRA_SAMPLING,
     not_supported("tfs_z", "Tail-free sampling.", 1, why=_FOREIGN),
-    not_supported("top_a", "Top-a sampling.", 0, why=_FOREIGN),
     not_supported("mirostat", "Mirostat sampling.", 0, why=_FOREIGN),
-    not_supported("dynatemp_range", "Dynamic temperature.", 0, why=_FOREIGN),
-    not_supported("dry_multiplier", "DRY repetition penalty.", 0, why=_FOREIGN),
-    not_supported("xtc_probability", "Excluding top choices.", 0, why=_FOREIGN),
-    not_supported("no_repeat_ngram_size", "Forbidding repeated n-grams.", 0, why=_FOREIGN),
-    not_supported("top_n_sigma", "Sampling by distance from the largest logit.", -1, 0, why=_FOREIGN),
     not_supported("adaptive_target", "Adaptive sampling.", -1, why=_FOREIGN),
     not_supported("stop_regex", "Ending an answer by a regex.", [], "", why="is not supported yet: use stop"),
     not_supported("custom_logit_processor", "Code of plug-ins.", why="would run code of the client"),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_threads import kernel_threads
-from quire.config.model import packed_bytes
+from quire.config.level_bytes import packed_bytes
 from quire.kernels.native import panels as cutting
 from quire.kernels.native.loader import open_library, why_not_native
 from quire.kernels.native.ops import PackedWeight, has_tile_units, log_sum_exp, multiply, multiply_rows

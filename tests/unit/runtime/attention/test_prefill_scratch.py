@@ -63,7 +63,7 @@ def attend(
     )
     rows = [*range(len(decodes)), *(row for _, _, count, row in spans.tolist() for _ in range(count))]
     positions = [length - 1 for length in decodes] + [start + i for start, count in chunks for i in range(count)]
-    scratch = backend.takes_scratch(spans)
+    scratch = backend.scratch_passes(spans)
     plan = backend.plan(
         torch.tensor(rows, dtype=torch.int32, device=DEVICE), torch.tensor(positions, device=DEVICE),
         torch.tensor(decodes, dtype=torch.int64, device=DEVICE), tables,
@@ -94,8 +94,8 @@ def test_sequences_that_do_not_fit_into_the_copy_read_the_cache(name: str) -> No
     cache, chunks = filled(name), [(7, 9), (0, 10)]  # 2 pages each
     tight, roomy = backend_of(name, cache, ALWAYS, 17), backend_of(name, cache, ALWAYS, 33)
     spans = np.array([(0, 7, 9, 0), (9, 0, 10, 1)])
-    assert (tight.takes_scratch(spans), roomy.takes_scratch(spans)) == (False, True)
-    assert tight.takes_scratch(spans[:1])
+    assert (tight.scratch_passes(spans), roomy.scratch_passes(spans)) == (0, 1)
+    assert tight.scratch_passes(spans[:1])
     found = [attend(each, cache, [], chunks, None) for each in (tight, roomy)]
     torch.testing.assert_close(found[0], found[1], rtol=3e-3, atol=3e-3)
 
@@ -104,9 +104,9 @@ def test_a_copy_is_made_if_enough_query_rows_read_an_average_key() -> None:
     cache = filled("int8")
     backend = backend_of("int8", cache, ScratchConfig(torch.float32, least_rows=8, page=PAGE))
     for start, count, pays in ((0, 6, False), (0, 7, True), (40, 3, False), (40, 5, True)):
-        assert backend.takes_scratch(np.array([(0, start, count, 0)])) == pays
-    assert backend.takes_scratch(np.array([(0, 0, 12, 0), (12, 40, 1, 1)])) is False
-    assert backend.takes_scratch(np.empty((0, 4), dtype=np.int64)) is False
+        assert backend.scratch_passes(np.array([(0, start, count, 0)])) == pays
+    assert backend.scratch_passes(np.array([(0, 0, 12, 0), (12, 40, 1, 1)])) == 0
+    assert backend.scratch_passes(np.empty((0, 4), dtype=np.int64)) == 0
 
 
 def test_there_is_no_copy_of_a_plain_cache_or_where_all_layers_have_a_window() -> None:

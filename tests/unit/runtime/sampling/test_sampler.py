@@ -307,6 +307,7 @@ MORE: dict[str, Any] = {
     "presence_penalty": -0.1,
     "frequency_penalty": 0.1,
     "stop_token_ids": [3],
+    "extra": {"typical_p": 0.5},
     "logprobs": 0,
     "logprob_token_ids": [3],
 }

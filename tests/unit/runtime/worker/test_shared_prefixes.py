@@ -143,3 +143,26 @@ def test_attention_gets_groups_only_when_they_change() -> None:
     assert told.calls[2:] == [set()]
     assert not runs.update_groups(np.array([0], dtype=np.int32))
     assert len(told.calls) == 3
+
+
+class Begun:
+    """Compilations that end when the test says so."""
+
+    done = False
+
+    def are_done(self) -> bool:
+        return self.done
+
+
+def test_no_groups_are_found_until_their_kernels_are_compiled() -> None:
+    rows, told, kernels = DeviceRows(4, 160, 4, torch.device(DEVICE)), Told(), Begun()
+    runs = SharedPrefixes(rows, told)  # type: ignore[arg-type]
+    runs.await_kernels(kernels)  # type: ignore[arg-type]
+    prefix, both = tuple(range(1, 21)), np.array([0, 1], dtype=np.int32)
+    for row in range(2):
+        place(rows, row, (*prefix, 30 + row))
+    assert [runs.update_groups(both) for _ in range(2)] == [False, False]
+    assert told.calls == []
+    kernels.done = True
+    assert [runs.update_groups(both) for _ in range(2)] == [True, True]
+    assert told.calls == [{(frozenset({0, 1}), 80)}]

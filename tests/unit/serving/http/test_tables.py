@@ -23,6 +23,7 @@ from quire.serving.http.limits import LIMITS, Limits
 from quire.serving.http.openapi import build_openapi
 from quire.serving.http.validators.values import Only, Options
 from quire.types.errors import ConfigError, InvalidRequest
+from quire.types.extra_samplers import ExtraSamplers
 from quire.types.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -113,8 +114,11 @@ def test_defaults_agree_with_the_engines() -> None:
 
 def test_every_sampling_parameter_of_the_engine_can_be_asked_for() -> None:
     offered = set(fields_of("completions"))
-    internal = {"detokenize", "output_kind"}  # of the Python API
+    internal = {"detokenize", "output_kind", "extra"}  # of the Python API
     assert {field.name for field in dataclass_fields(SamplingParams)} - internal <= offered
+    for name, default in ((field.name, field.default) for field in dataclass_fields(ExtraSamplers)):
+        shown = fields_of("completions")[name].default
+        assert shown == default or (name, shown) == ("dry_sequence_breakers", None)
 
 
 def test_the_highest_values_pass_the_engines_own_checks() -> None:

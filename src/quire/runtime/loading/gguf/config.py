@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from quire.config.fields import Fields
+from quire.config.level_bytes import integer_bytes, packed_bytes, super_block_bytes, table_bytes
 from quire.config.model import (
     Dtype,
     Encoder,
@@ -17,10 +18,6 @@ from quire.config.model import (
     ModelConfig,
     Rope,
     StoredLevels,
-    integer_bytes,
-    packed_bytes,
-    super_block_bytes,
-    table_bytes,
 )
 from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.gguf.names import LONG_FACTORS, ONE_EXPERT, ROPE_FACTORS, SHORT_FACTORS

@@ -94,6 +94,10 @@ def _read_name(config: Fields) -> str:
         raise config.refuse("architectures", f"{names[0]} is not supported", fix=supported)
     if names[0] == "LlamaForCausalLM" and config.raw("draft_vocab_size") is not None:
         return "eagle3"  # the architecture that the first published EAGLE-3 heads have
+    inner = config.raw("text_config")
+    is_mistral4 = isinstance(inner, dict) and inner.get("model_type") == "mistral4"
+    if names[0] == "Mistral3ForConditionalGeneration" and is_mistral4:
+        return "mistral4"
     return CLASSES[names[0]]
 
 

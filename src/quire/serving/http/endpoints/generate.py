@@ -26,6 +26,7 @@ from quire.serving.http.endpoints.openai_format import (
 from quire.serving.http.endpoints.openai_logprobs import TokenNames, chat_logprobs, number
 from quire.serving.http.fields import CANDIDATES as CANDIDATE_FIELDS
 from quire.serving.http.fields import (
+    EXTRA_SAMPLING,
     LABELS,
     LENGTH,
     MODEL,
@@ -80,7 +81,8 @@ class Anything:
 
 
 SAMPLING_MEMBERS: dict[str, Validator] = {
-    **{field.name: field.validator for field in (*LENGTH, *SAMPLING, *CANDIDATE_FIELDS, *STRUCTURE_FIELDS)},
+    **{field.name: field.validator for field in (*LENGTH, *SAMPLING, *EXTRA_SAMPLING)},
+    **{field.name: field.validator for field in (*CANDIDATE_FIELDS, *STRUCTURE_FIELDS)},
     **{field.name: field.validator for field in OUTPUT if field.name not in _TOP_LEVEL},
     "max_tokens": CHAT.fields_by_name["max_tokens"].validator,
     "logprobs": COMPLETIONS.fields_by_name["logprobs"].validator,

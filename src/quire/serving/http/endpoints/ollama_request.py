@@ -212,6 +212,7 @@ _SAMPLING: dict[str, Validator] = {
     "presence_penalty": Number(-2.0, 2.0),
     "frequency_penalty": Number(-2.0, 2.0),
     "repeat_penalty": Number(0.01, 100.0),
+    "typical_p": Number(0.0, 1.0, is_open=True),
 }
 _WITHOUT_EFFECT = (
     "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv",
@@ -221,7 +222,6 @@ _WITHOUT_EFFECT = (
 _OPTIONS: dict[str, Validator] = {
     **_SAMPLING,
     "num_predict": Whole(-2, "max_tokens"),
-    "typical_p": Neutral(1, "typical sampling"),
     "tfs_z": Neutral(1, "tail-free sampling"),
     "mirostat": Neutral(0, "mirostat"),
     **{name: Setting() for name in _WITHOUT_EFFECT},

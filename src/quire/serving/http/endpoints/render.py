@@ -18,6 +18,7 @@ from quire.serving.http.request_head import RequestHead
 from quire.serving.http.schemas import IDS, TEXT, WHOLE, Schema, many, or_null, record, ref
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import Flag
+from quire.types.extra_samplers import EXTRA_NAMES
 from quire.types.request import Submit
 
 _PLAIN = (
@@ -106,7 +107,7 @@ class RenderHandler(GenerationHandler):
             found["structured_outputs"] = {"grammar": submit.rules.grammar}
         if given.get("repetition_detection"):
             found["repetition_detection"] = given["repetition_detection"]
-        found |= {name: given[name] for name in _BEAM if name in given}
+        found |= {name: given[name] for name in (*EXTRA_NAMES, *_BEAM) if name in given}
         return {name: value for name, value in found.items() if value is not None}
 
 

@@ -9,6 +9,7 @@ from quire.serving.http.generation.settings import GenerationSettings, Parameter
 from quire.serving.http.validators.structure import STRUCTURE_FIELDS
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
+from quire.types.extra_samplers import EXTRA_NAMES
 from quire.types.sampling import SamplingParams
 from quire.types.sampling_defaults import SamplingDefaults
 
@@ -53,6 +54,8 @@ def read_sampling(
     if longest is None or given.get("min_tokens", 0) > longest or settings.default_max_tokens is not None:
         longest = settings.default_max_tokens
     chosen = recommended | {name: given[name] for name in _SAME_NAME if name in given}
+    if extra := {name: given[name] for name in EXTRA_NAMES if name in given}:
+        chosen["extra"] = extra
     wanted = given.get("max_completion_tokens", given.get("max_tokens", longest))
     if wanted == -1:
         wanted = None

@@ -1,0 +1,111 @@
+"""Families of DeepSeek's layers with other routers, rotary positions or limits: GLM-4.7-Flash, DeepSeek V3.2 and GLM-5,
+Mistral 4.
+
+DeepSeek V3.2 and GLM-5 attend to the `index_topk` tokens that an indexer chooses. In a context that is not longer these
+are all tokens: then the indexer changes nothing and is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire.config.fields import Fields
+from quire.config.model import Experts, ModelConfig
+from quire.runtime.models.deepseek import Deepseek, read_latent_decoder, rename_deepseek
+from quire.runtime.models.family import STACKED, Family
+from quire.runtime.models.hf_config import check_experts
+from quire.runtime.models.hf_experts import read_dense_layers, read_first_dense, read_sigmoid_experts
+
+LITE_SIZES = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
+GLM_SIZES = {"q_lora_rank": 2_048, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
+MISTRAL_SIZES = {"kv_lora_rank": 256, "q_lora_rank": 1_024, "qk_nope_head_dim": 64}
+LITE_EXPERTS = Experts(num=64, num_used=4, size=1_536, scale=1.8)
+SPARSE_EXPERTS = Experts(num=256, num_used=8, size=2_048, scale=2.5)
+LENGTH = "original_max_position_embeddings"
+MISTRAL_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, LENGTH: 8_192, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+# Settings of Mistral 4's rotary positions that others have at the top of config.json, or that follow from others.
+_ELSEWHERE = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
+
+
+def read_glm4_moe_lite(config: Fields) -> ModelConfig:
+    given = _with_usual(config, LITE_SIZES)
+    return read_latent_decoder(
+        given, "glm4_moe_lite", 202_752, in_pairs=config.flag("rope_interleave", True),
+        experts=read_sigmoid_experts(config, LITE_EXPERTS, read_dense_layers(config, 1)),
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+    )  # fmt: skip
+
+
+def read_deepseek_v32(config: Fields) -> ModelConfig:
+    return _read_indexed(config, "deepseek_v32", 163_840)
+
+
+def read_glm_moe_dsa(config: Fields) -> ModelConfig:
+    return _read_indexed(_with_usual(config, GLM_SIZES), "glm_moe_dsa", 202_752)
+
+
+def _read_indexed(config: Fields, name: str, max_position: int) -> ModelConfig:
+    limit = ("index_topk", config.integer("index_topk", 2_048, least=1))
+    experts = read_sigmoid_experts(config, SPARSE_EXPERTS, read_dense_layers(config, 3))
+    return read_latent_decoder(config, name, max_position, experts=experts, context_limit=limit)
+
+
+def read_mistral4(config: Fields) -> ModelConfig:
+    """Read Mistral 4's config. From `original_max_position_embeddings` on, queries are scaled by their position."""
+    given = config.raw("rope_parameters") or MISTRAL_ROPE
+    if not isinstance(given, dict):
+        raise config.refuse("rope_parameters", "must hold one set of parameters for all layers")
+    rope = Fields(config.file, {f"rope_parameters.{key}": value for key, value in given.items()}, "rope_parameters.")
+    is_scaled = rope.number("llama_4_scaling_beta", 0.0) != 0
+    others = {key: value for key, value in given.items() if key not in _ELSEWHERE}
+    return read_latent_decoder(
+        _with_usual(config.changed({"rope_parameters": others}), MISTRAL_SIZES), "mistral4", 1_048_576,
+        in_pairs=config.flag("rope_interleave", True), experts=_read_softmax_experts(config),
+        context_limit=(LENGTH, rope.integer(LENGTH, least=1)) if is_scaled else None,
+    )  # fmt: skip
+
+
+def _read_softmax_experts(config: Fields) -> Experts:
+    if config.integer("n_group", 1) != 1:
+        raise config.refuse("n_group", "groups of experts are not supported", fix="supported: 1")
+    size = config.integer("moe_intermediate_size", 2_048)
+    experts = Experts(
+        num=config.integer("n_routed_experts", 128),
+        num_used=config.integer("num_experts_per_tok", 4),
+        size=size,
+        shared_size=size * config.integer("n_shared_experts", 1, least=0),
+        is_normalized=config.flag("norm_topk_prob", True),
+        scale=config.number("routed_scaling_factor", 1.0),
+        dense_layers=read_first_dense(config, 0),
+    )
+    return check_experts(config, experts, ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
+
+
+def _with_usual(config: Fields, usual: Mapping[str, object]) -> Fields:
+    """Return the settings with defaults for missing keys."""
+    return config.changed({key: value for key, value in usual.items() if key not in config.values})
+
+
+def rename_indexed(name: str) -> str | None:
+    return None if ".self_attn.indexer." in name else rename_deepseek(name)
+
+
+GLM4_MOE_LITE = Family(
+    name="glm4_moe_lite", build=Deepseek, read=read_glm4_moe_lite, rename=rename_deepseek, drops_layers=True
+)
+DEEPSEEK_V32, GLM_MOE_DSA = (
+    Family(name=name, build=Deepseek, read=read, rename=rename_indexed, drops_layers=True)
+    for name, read in (("deepseek_v32", read_deepseek_v32), ("glm_moe_dsa", read_glm_moe_dsa))
+)
+MISTRAL4 = Family(
+    name="mistral4",
+    build=Deepseek,
+    read=read_mistral4,
+    rename=rename_deepseek,
+    stacked=STACKED,
+    drops_layers=True,
+    nested="text_config",
+)

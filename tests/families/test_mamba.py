@@ -1,0 +1,77 @@
+"""Mamba-2 beside attention (Granite 4, Bamba, Falcon-H1): settings of config.json, and precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from family_bench import SIZES, change_config, check_parity, hf_checkpoint, logits_of
+from family_models import GRANITE
+from quire.runtime.loading.checkpoint import open_checkpoint
+from quire.runtime.loading.files import files_at
+from quire.types.errors import ModelLoadError
+
+transformers = pytest.importorskip("transformers")
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2}
+KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+
+
+def granite(**changes: Any) -> Any:
+    settings = SIZES | MAMBA | KINDS | GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 48}
+    return transformers.GraniteMoeHybridConfig(**(settings | changes))
+
+
+def falcon(**changes: Any) -> Any:
+    return transformers.FalconH1Config(**(SIZES | MAMBA | {"mamba_d_ssm": 48} | changes))
+
+
+@pytest.mark.parametrize("attention", ["reference", "auto"])
+@pytest.mark.parametrize("norm", [{"mamba_rms_norm": False}, {"mamba_rms_norm": True, "mamba_norm_before_gate": False}])
+def test_outputs_of_falcon_may_have_no_norm_or_one_behind_the_gate(
+    norm: dict[str, Any], attention: str, tmp_path: Path
+) -> None:
+    given = falcon(**norm, ssm_out_multiplier=0.5, attention_out_multiplier=0.8, mlp_multipliers=[1.5, 0.5])
+    check_parity(hf_checkpoint(tmp_path, given), attention=attention)
+
+
+def test_projections_and_convolutions_may_have_other_biases(tmp_path: Path) -> None:
+    check_parity(hf_checkpoint(tmp_path, granite(mamba_proj_bias=True, mamba_conv_bias=False)), attention="auto")
+
+
+def test_bfloat16_says_about_the_same(tmp_path: Path) -> None:
+    path = hf_checkpoint(tmp_path, granite())
+    for (_, logits), (_, wanted) in zip(logits_of(path, dtype="bfloat16"), logits_of(path), strict=True):
+        torch.testing.assert_close(logits[0], wanted[0], rtol=0.1, atol=0.15)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("layer_types", ["mamba", "sliding_attention"]),
+        ("layer_types", ["mamba", "mamba"]),
+        ("mamba_d_state", 512),
+        ("mamba_d_head", 24),
+        ("mamba_n_groups", 3),
+        ("mamba_d_conv", 9),
+        ("time_step_limit", [0.0, 0.1]),
+        ("position_embedding_type", "alibi"),
+        ("hidden_act", "gelu"),
+    ],
+)
+def test_what_would_change_the_output_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    change_config(hf_checkpoint(tmp_path, granite()), **{key: value})
+    with pytest.raises(ModelLoadError, match="mamba_n_heads" if key == "mamba_n_groups" else key):
+        open_checkpoint(files_at(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attention_bias", True), ("mlp_bias", True), ("ssm_multipliers", [1.0]), ("attention_in_multiplier", 0)],
+)
+def test_what_factors_do_not_allow_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    change_config(hf_checkpoint(tmp_path, falcon()), **{key: value})
+    with pytest.raises(ModelLoadError, match=key):
+        open_checkpoint(files_at(tmp_path))
