@@ -19,6 +19,7 @@ SAME_KERNELS = {
     "deepseek_v32": "deepseek_v3",
     "dots1": "glm4_moe",
     "ernie4_5": "llama",
+    "ernie4_5_moe": "mixtral",
     "exaone4": "gemma3_text",
     "exaone_moe": "glm4_moe",
     "flex_olmo": "mixtral",

@@ -10,8 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from family_bench import PROMPTS, SIZES, change_config, check_parity, hf_checkpoint, hf_model, logits_of
+from family_bench import BACKENDS, PROMPTS, SIZES, change_config, check_parity, hf_checkpoint, hf_model, logits_of
 from family_models import FamilyCase
+from quire.config.model import Rope
+from quire.runtime.layers.rotary import QUERY_SCALE, QueryScale
+from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.hf.config import hf_model_config
@@ -35,6 +38,9 @@ MORE = {"num_hidden_layers": 4, "sliding_window": 5}
         ("gemma", "use_bidirectional_attention", True),
         ("nemotron", "hidden_act", "xielu"),
         ("llama", "hidden_act", "relu2"),
+        ("ministral3", "rope_parameters", {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_alpha": 0.1}),
+        ("mistral", "rope_parameters", {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}),
+        ("hunyuan_v1_dense", "rope_scaling", {"type": "dynamic", "alpha": -1.0}),
         ("seed_oss", "use_sliding_window", True),
         ("ernie4_5", "hidden_act", "tanh"),
     ],
@@ -96,6 +102,34 @@ def test_the_first_gemmas_call_their_activation_gelu(tmp_path: Path) -> None:
     model = FamilyCase("gemma", tmp_path).model
     change_config(tmp_path, hidden_act="gelu", hidden_activation=None)
     check_parity(tmp_path, attention="auto", model=model)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_the_positions_of_hunyuan_have_a_larger_base(attention: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 1_000.0, "factor": 1.0}
+    config = transformers.HunYuanDenseV1Config(**SIZES, head_dim=16, rope_parameters=rope)
+    check_parity(hf_checkpoint(tmp_path, config), attention=attention)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_a_ministral_3_inside_a_model_for_images_scales_its_queries(attention: str, tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 3, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5,
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+    text = {**SIZES, "model_type": "ministral3", "head_dim": 16, "rope_parameters": rope}
+    case = FamilyCase("mistral3", tmp_path, {"text_config": text})
+    check_parity(tmp_path, attention=attention, model=case.model)
+
+
+def test_queries_are_scaled_from_the_original_length_on() -> None:
+    rope = Rope(kind="yarn", scaling=(("original_max_position_embeddings", 4.0), (QUERY_SCALE, 0.5)), max_position=64)
+    scale = QueryScale(rope, 8, Placement(torch.float32, torch.device("cpu")))
+    angles = scale.angles(16)
+    wanted = 1 + 0.5 * torch.log(1 + torch.arange(16).div(4, rounding_mode="floor"))
+    torch.testing.assert_close(angles[:16, :4], wanted[:, None].expand(-1, 4))
+    assert not angles[:, 4:].any()
 
 
 def test_another_text_model_inside_mistral_3_is_refused(tmp_path: Path) -> None:

@@ -75,3 +75,36 @@ def test_what_factors_do_not_allow_is_refused(key: str, value: object, tmp_path:
     change_config(hf_checkpoint(tmp_path, falcon()), **{key: value})
     with pytest.raises(ModelLoadError, match=key):
         open_checkpoint(files_at(tmp_path))
+
+
+def nemotron(**changes: Any) -> Any:
+    sizes = {key: value for key, value in SIZES.items() if key != "num_hidden_layers"}
+    own = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "head_dim": 16}
+    kinds = {"layers_block_type": ["linear_attention", "full_attention", "mlp"], "time_step_min": 1e-9}
+    return transformers.NemotronHConfig(**(sizes | own | kinds | changes))
+
+
+def test_biases_and_old_names_of_layers_of_nemotron_are_read(tmp_path: Path) -> None:
+    path = hf_checkpoint(tmp_path, nemotron(use_bias=True, mlp_bias=True, use_conv_bias=False))
+    expected = logits_of(path)
+    check_parity(path, attention="auto")
+    change_config(path, layers_block_type=None, hybrid_override_pattern="M*-")
+    for (_, found), (_, wanted) in zip(logits_of(path), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("layers_block_type", ["linear_attention", "moe", "full_attention"]),
+        ("layers_block_type", ["linear_attention", "mlp"]),
+        ("residual_in_fp32", True),
+        ("time_step_limit", [0.001, 0.1]),
+        ("mamba_hidden_act", "gelu"),
+        ("ssm_state_size", 300),
+    ],
+)
+def test_what_nemotron_does_not_support_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    change_config(hf_checkpoint(tmp_path, nemotron()), **{key: value})
+    with pytest.raises(ModelLoadError, match=key):
+        open_checkpoint(files_at(tmp_path))

@@ -37,6 +37,10 @@ def written(name: str, folder: Path, **changes: Any) -> FamilyCase:
         ("exaone_moe", {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2}),
         ("glm4_moe_lite", {"rope_interleave": False, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
         ("mistral4", {"n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.0}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_num_shared_experts": 0}),
+        ("ernie4_5_moe", {"moe_layer_interval": 2, "head_dim": 24, "tie_word_embeddings": False}),
+        ("llama4_text", {"use_qk_norm": False, "moe_layers": None, "interleave_moe_layer_step": 2}),
+        ("llama4_text", {"attention_bias": True, "no_rope_layers": [1, 1, 1]}),
         ("flex_olmo", {"norm_topk_prob": False, "num_key_value_heads": 4}),
         ("dots1", {"n_shared_experts": 2, "attention_bias": True, "norm_topk_prob": False}),
         ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
@@ -95,19 +99,35 @@ def test_mistral_4_is_published_within_mistral_3(tmp_path: Path) -> None:
     check_parity(tmp_path, attention="auto", model=case.model)
 
 
+def test_llama_4_is_read_as_text(tmp_path: Path) -> None:
+    case = written("llama4_text", tmp_path)
+    nest(tmp_path, "Llama4ForConditionalGeneration", ("vision_model.norm", "multi_modal_projector.linear_1"))
+    check_parity(tmp_path, attention="auto", model=case.model)
+
+
+def test_a_context_of_llama_4_is_not_limited_where_nothing_changes_in_it(tmp_path: Path) -> None:
+    written("llama4_text", tmp_path, attn_temperature_tuning=False)
+    assert open_checkpoint(files_at(tmp_path)).config.context_limit == ("attention_chunk_size", 128)
+    change_config(tmp_path, attention_chunk_size=None)
+    assert open_checkpoint(files_at(tmp_path)).config.context_limit is None
+
+
 @pytest.mark.parametrize(
     ("name", "key", "limit"),
     [
         ("deepseek_v32", "index_topk", 128),
         ("glm_moe_dsa", "index_topk", 128),
         ("mistral4", "original_max_position_embeddings", 128),
+        ("llama4_text", "floor_scale", 127),
     ],
 )
 def test_a_context_is_no_longer_than_attention_is_exact(name: str, key: str, limit: int, tmp_path: Path) -> None:
     model = open_checkpoint(files_at(written(name, tmp_path).directory)).config
     assert model_length(model) == limit
     assert wanted_length(EngineArguments(), model) == limit
-    with pytest.raises(ConfigError, match=f"max_model_len: is 129, .*{limit} tokens.*{key}.*set it to {limit} or less"):
+    with pytest.raises(
+        ConfigError, match=f"max_model_len: is {limit + 1}, .*{limit} tokens.*{key}.*set it to {limit} or less"
+    ):
         wanted_length(EngineArguments(max_model_len=limit + 1), model)
 
 
@@ -130,6 +150,13 @@ def test_a_context_is_no_longer_than_attention_is_exact(name: str, key: str, lim
         ("minimax_m2", "sliding_window", 128),
         ("exaone_moe", "mlp_layer_types", ["dense", "sparse"]),
         ("exaone_moe", "num_shared_experts", -1),
+        ("ernie4_5_moe", "use_bias", True),
+        ("ernie4_5_moe", "moe_norm_min", 0.5),
+        ("ernie4_5_moe", "moe_k", 9),
+        ("llama4_text", "num_experts_per_tok", 2),
+        ("llama4_text", "moe_layers", 1),
+        ("llama4_text", "layer_types", ["sliding_attention"] * 3),
+        ("llama4_text", "floor_scale", 1),
         ("deepseek_v32", "index_topk", 0),
         ("deepseek_v32", "attention_bias", True),
         ("glm4_moe_lite", "scoring_func", "softmax"),

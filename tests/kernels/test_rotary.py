@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.reference import rotary as reference
+from quire.kernels.reference.elementwise import rms_norm
 from quire.kernels.triton.rotary import HeadNorms, LayerMemory, rotate_and_store
 from triton_cases import DEVICE, DTYPES, TOLERANCE, rand
 
@@ -51,6 +52,25 @@ def test_queries_turn_and_keys_and_values_reach_their_slots(
     torch.testing.assert_close(found[:, queries:], qkv[:, queries:], rtol=0, atol=0)
     for cache, wanted in zip(caches, wanted_caches, strict=True):
         torch.testing.assert_close(cache, wanted, **near)
+
+
+@pytest.mark.parametrize("turned", [64, 16])
+def test_heads_may_be_normed_after_they_are_rotated(turned: int) -> None:
+    qkv, weights = rand(5, 3 + 2 * 1, 64), rand(2, 64, seed=3)
+    positions, rows = _step(4)
+    caches = tuple(rand(8, 1, 4, 64, seed=i) for i in (1, 2))
+    plain, normed = (tuple(cache.clone() for cache in caches) for _ in range(2))
+    found = {}
+    for into, norms in ((plain, None), (normed, HeadNorms(*weights, 1e-6, is_last=True))):
+        given = qkv.clone().flatten(1)
+        rotate_and_store(given, _table(turned), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*into), norms=norms)
+        found[norms is None] = given.view(5, -1, 64)[:, :3]
+    for token in range(5):
+        wanted = found[True][token] if rows[token] < 0 else rms_norm(found[True][token], weights[0], 1e-6)
+        torch.testing.assert_close(found[False][token], wanted)
+    block, slot = 7, 3  # of the last token
+    torch.testing.assert_close(normed[0][block, :, slot], rms_norm(plain[0][block, :, slot], weights[1], 1e-6))
+    assert torch.equal(normed[1], plain[1])
 
 
 @pytest.mark.parametrize("normed", [False, True])

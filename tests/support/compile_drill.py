@@ -56,17 +56,21 @@ def scaled_products() -> None:
 
 
 def launch_while_compiling(launch: Any, compiled: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Launch a kernel that a child process is compiling, another one that nothing compiles, and the first once more.
-    Returns what was compiled or read from the cache."""
+    """Launch a kernel that a child process is compiling, another one that nothing compiles, the first once more, and
+    one that was compiled soon. Returns what was compiled or read from the cache."""
     compiling.begin_early()
     compiled.clear()
-    x, other = (torch.ones(3, columns, dtype=torch.bfloat16) for columns in (512, 2048))
+    x, other, third = (torch.ones(3, columns, dtype=torch.bfloat16) for columns in (512, 2048, 4096))
     with compiling_only(wait=False) as compilations:
         rms_norm(x, x[0], 1e-6, torch.zeros_like(x))
+    with compiling_only(wait=False, soon=True) as soon:
+        rms_norm(third, third[0], 1e-6, torch.zeros_like(third))
     JITFunction.run = lambda self, *args, grid, warmup, **more: launch(self, *args, grid=grid, warmup=True, **more)
     for each in (x, other, x):
         rms_norm(each, each[0], 1e-6, torch.zeros_like(each))
-    assert compilations.are_done()
+    soon.wait()
+    rms_norm(third, third[0], 1e-6, torch.zeros_like(third))
+    assert compilations.are_done() and soon.are_done()  # noqa: PT018  (not a test)
     return compiled
 
 

@@ -60,6 +60,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v32": {**LATENT, **SIGMOIDS, **INDEXER, "q_lora_rank": 24, "first_k_dense_replace": 1},
     "ernie4_5": {"head_dim": 16, "use_bias": True, "pad_token_id": 0},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 1, "pad_token_id": 0,
+    },
     "exaone4": {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2},
     "dots1": {
         **SIGMOIDS, "head_dim": 16, "first_k_dense_replace": 1, "sliding_window": 9, "max_window_layers": 2,
@@ -105,6 +108,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
     },
     "bamba": {**MAMBA, "attn_layer_indices": [1], "pad_token_id": 0},
+    "nemotron_h": {
+        "num_hidden_layers": ..., "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 2, "hybrid_override_pattern": "M*-M", "time_step_min": 1e-9, "pad_token_id": 0,
+    },
     "falcon_h1": {
         **MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
         "mlp_multipliers": [0.8, 0.6], "key_multiplier": 0.7, "attention_out_multiplier": 0.9,
@@ -120,12 +127,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "pad_token_id": 0,
     },
     "helium": {"head_dim": 16, "pad_token_id": 0},
+    "hunyuan_v1_dense": {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},
     "llama": {},
+    "llama4_text": {
+        "head_dim": 16, "intermediate_size_mlp": 96, "intermediate_size": 32, "num_local_experts": 4,
+        "no_rope_layers": [1, 0, 1], "moe_layers": [1, 2], "attention_chunk_size": 128, "floor_scale": 128,
+    },
     "ministral": {
         "sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_hidden_layers": 4,
     },
     "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
+    "ministral3": {
+        "head_dim": 16, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 4,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.5,
+        },
+    },
     "mistral": {"sliding_window": 9, "head_dim": 16},
     "mistral4": {
         **LATENT, "q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,

@@ -56,6 +56,11 @@ def plus_one(name: str, values: Tensor, config: Any) -> Tensor:
     return values + 1 if name.endswith("norm.weight") else values
 
 
+def vectors(name: str, values: Tensor, config: Any) -> Tensor:
+    """Rows of a bias as vectors."""
+    return values.flatten() if "e_score" in name else values
+
+
 def decoder_settings(config: Any) -> dict[str, object]:
     rope = config.rope_parameters or {}
     return {
@@ -114,6 +119,16 @@ def glm_moe_settings(config: Any) -> dict[str, object]:
         "expert_weights_scale": config.routed_scaling_factor,
         "expert_weights_norm": config.norm_topk_prob,
         "expert_group_count": config.n_group, "expert_group_used_count": config.topk_group,
+    }  # fmt: skip
+
+
+def ernie_moe_settings(config: Any) -> dict[str, object]:
+    return {
+        **decoder_settings(config), "expert_count": config.moe_num_experts, "expert_used_count": config.moe_k,
+        "interleave_moe_layer_step": 1, "leading_dense_block_count": config.moe_layer_start_index,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.moe_num_shared_experts,
+        "expert_shared_feed_forward_length": config.intermediate_size // config.num_key_value_heads,
     }  # fmt: skip
 
 
@@ -302,6 +317,7 @@ LAYOUTS: dict[str, Layout] = {
     "qwen3_moe": Layout("qwen3moe", qwen_moe_settings, changes={"norm_topk_prob": True}),
     "glm4_moe": Layout("glm4moe", glm_moe_settings),
     "glm4_moe-air": Layout("glm4moe", glm_moe_settings, changes={"use_qk_norm": False}),
+    "ernie4_5_moe": Layout("ernie4_5-moe", ernie_moe_settings, vectors),
     "dots1": Layout("dots1", glm_moe_settings, changes={"sliding_window": None}),
     "minimax_m2": Layout("minimax-m2", minimax_settings),
     "olmoe": Layout("olmoe", lambda config: {**decoder_settings(config), **expert_settings(config)}),
@@ -324,6 +340,13 @@ LAYOUTS: dict[str, Layout] = {
     "olmo": Layout("olmo", lambda config: {**llama_settings(config), "attention.layer_norm_epsilon": 1e-5}, in_pairs),
     "stablelm": Layout("stablelm", stablelm_settings),
     "stablelm-parallel": Layout("stablelm", stablelm_settings, changes={"use_parallel_residual": True}),
+    "hunyuan_v1_dense": Layout(
+        "hunyuan-dense",
+        lambda config: {
+            **decoder_settings(config), **whole_heads(config), "rope.scaling.type": "none", "rope.scaling.factor": 1.0,
+            "rope.scaling.original_context_length": 512,
+        },
+    ),
     "glm4": Layout("glm4", glm_settings),
     "cohere": Layout("command-r", cohere_settings),
     "cohere2": Layout("cohere2", cohere2_settings, changes={"sliding_window_pattern": 4, "num_hidden_layers": 5}),

@@ -21,7 +21,7 @@ from quire.runtime import accelerator
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import ModelFiles
 from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import Chunk, Masks, NewRow, StepPlan
+from quire.types.step import BlockCopy, Chunk, Masks, NewRow, StepPlan
 from tiny_models import engine_config, tiny_config
 
 
@@ -47,7 +47,8 @@ def main() -> None:
     with compiling_only(), torch.inference_mode():
         worker.execute(StepPlan(step=0, new_rows=(row,), chunks=(Chunk(0, 0, 3, (0,)),)))
         worker.execute(StepPlan(step=1, decode_rows=np.array([0], dtype=np.int32)))
-        worker.begin(StepPlan(step=2, decode_rows=np.array([0], dtype=np.int32), guided=True))
+        worker.execute(StepPlan(step=2, decode_rows=np.array([0], dtype=np.int32), copies=(BlockCopy(0, 1),)))
+        worker.begin(StepPlan(step=3, decode_rows=np.array([0], dtype=np.int32), guided=True))
         bits = np.ones((1, 2), dtype=np.uint32)
         worker.supply_masks(Masks(np.array([0], dtype=np.int32), bits))
     print(json.dumps({"prepared": sorted(set(compiled[:prepared])), "later": compiled[prepared:]}))

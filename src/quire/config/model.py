@@ -100,11 +100,18 @@ class Experts:
     num_groups: int = 1  # groups of neighbouring experts; a token uses experts of its best `groups_used` groups
     groups_used: int = 1
     by_sigmoid: bool = False  # rank experts by sigmoid plus learned bias (groups by their best two), not by softmax
+    biased_softmax: bool = False  # rank experts by softmax plus learned bias
+    scales_inputs: bool = False  # the sigmoid of the only used expert's logit multiplies its input, not its output
     dense_layers: tuple[int, ...] = ()  # layers with a plain MLP instead of experts
     beside_mlp: bool = False  # layers have a plain MLP besides the experts
     has_bias: bool = False  # of the router and of the experts' matrices
     clamp: tuple[float, float, float] | None = None  # of the gate: limit, alpha and shift; see `kernels/clamp.py`
     held: int | None = None  # number of whole experts on this rank (expert parallelism); None: all
+
+    @property
+    def has_score_bias(self) -> bool:
+        """Whether a learned bias is added to scores when experts are ranked."""
+        return self.by_sigmoid or self.biased_softmax
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, Self
@@ -54,19 +55,24 @@ class Compilations:
         """Whether a launch of these kernels would not wait. Also true for those that failed."""
         return all(future.done() for future in self._futures)
 
+    def wait(self) -> None:
+        """Wait until they are done."""
+        wait_for(self._futures)
+
 
 @contextmanager
-def compiling_only(*, wait: bool = True) -> Iterator[Compilations]:
+def compiling_only(*, wait: bool = True, soon: bool = False) -> Iterator[Compilations]:
     """Within this context, a kernel launch in this thread only compiles the kernel; its outputs are not written.
 
-    On exit, waits for the compilations; with `wait=False`, child processes do them in the background. A compilation
-    that fails is repeated at the kernel's first launch, which raises its error. Does nothing under the interpreter,
-    which compiles nothing, nor when nested in the same thread, where the outer context decides whether to wait.
+    On exit, waits for the compilations; with `wait=False`, child processes do them in the background. `soon`: without
+    `wait`, threads of this process compile what no idle child can, as for a caller that waits. A compilation that fails
+    is repeated at the kernel's first launch, which raises its error. Does nothing under the interpreter, which compiles
+    nothing, nor when nested in the same thread, where the outer context decides whether to wait.
     """
     if INTERPRETED or is_compiling_only():
         yield Compilations(())
         return
-    with _compile_only_launches(), _Mode(wait=wait) as mode:
+    with _compile_only_launches(), _Mode(wait=wait, soon=soon) as mode:
         yield Compilations(mode.begun)
 
 
@@ -101,10 +107,10 @@ def stop_background() -> None:
 class _Mode(AsyncCompileMode):  # type: ignore[misc]
     """Compiles each kernel once, even if several contexts ask for it."""
 
-    def __init__(self, *, wait: bool) -> None:
-        self._pool = _pool() if wait else _background()
+    def __init__(self, *, wait: bool, soon: bool = False) -> None:
+        self._wait, self._soon = wait, wait or soon
+        self._pool = _pool() if self._soon else _background()
         super().__init__(self._pool, ignore_errors=True)
-        self._wait = wait
         self.begun: list[Future[Any]] = []  # not emptied on exit, unlike Triton's own list
 
     def __enter__(self) -> Self:
@@ -114,8 +120,8 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         if key not in self.future_kernels:
             future = _begun.get(key)
-            if future is None or (self._wait and future.cancel()):  # one that has not begun is moved to this pool
-                how = partial(_compile_and_load, compile_fn, _current_device(), wait=not self._wait)
+            if future is None or (self._soon and future.cancel()):  # one that has not begun is moved to this pool
+                how = partial(_compile_and_load, compile_fn, _current_device(), wait=not self._soon)
                 future = _begin(self._pool, key, how, finalize_fn)
             self.raw_futures.append(future)
             self.begun.append(future)

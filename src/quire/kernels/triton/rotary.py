@@ -34,6 +34,7 @@ class HeadNorms(NamedTuple):
     key: Tensor  # [dim]
     eps: float
     of_values: bool = False
+    is_last: bool = False  # after the rotary positions, not before (HunYuan)
 
 
 class LayerMemory(NamedTuple):
@@ -139,6 +140,15 @@ def _changed(at, change_ptr, place, inside):
     return x
 
 
+@triton.jit
+def _rotated(first, second, angle, place, turned):
+    """Rotate pairs [H, HALF] by the `turned` angles at this pointer: cos, then sin; other pairs stay."""
+    cos = tl.load(angle, mask=place < turned, other=1.0).to(tl.float32)[None, :]
+    sin = tl.load(angle + turned, mask=place < turned, other=0.0).to(tl.float32)[None, :]
+    wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
+    return (wide_1 * cos - wide_2 * sin).to(first.dtype), (wide_2 * cos + wide_1 * sin).to(first.dtype)
+
+
 # One program per (token, group of HEADS heads). LATER: leave keys and values in qkv for store_int4.
 @triton.jit
 def _rotary_kernel(
@@ -146,12 +156,12 @@ def _rotary_kernel(
     key_scales, value_scales, query_norm_ptr, key_norm_ptr, eps, key_scale, value_scale, qkv_stride, change_stride,
     query_stride, blocks_stride, max_blocks, half, turned, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
-    HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr, PARTIAL: tl.constexpr,
-    FLOAT8_CACHE: tl.constexpr, LATER: tl.constexpr, DEPENDENT: tl.constexpr,
+    HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr,
+    NORM_IS_LAST: tl.constexpr, PARTIAL: tl.constexpr, FLOAT8_CACHE: tl.constexpr, LATER: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    token, place = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    place = tl.arange(0, HALF)
     await_inputs(DEPENDENT)
     row = tl.load(row_ptr + token).to(tl.int64)
     if row >= 0:
@@ -164,7 +174,7 @@ def _rotary_kernel(
         raw_first = _changed(at + column, change_ptr, of_change + column, inside)
         raw_second = _changed(at + partner, change_ptr, of_change + partner, inside)
         first, second = raw_first, raw_second
-        if HAS_NORM:
+        if HAS_NORM and not NORM_IS_LAST:
             first, second = _normed(
                 first, second, head, query_norm_ptr, key_norm_ptr, eps, half, columns, partners, place < half,
                 QUERIES, KEYS,
@@ -172,14 +182,14 @@ def _rotary_kernel(
             if NORMS_VALUES:
                 raw_first, raw_second = first, second
         angle = table_ptr + tl.load(angle_ptr + token).to(tl.int64) * 2 * turned + place
-        cos = tl.load(angle, mask=place < turned, other=1.0).to(tl.float32)[None, :]
-        sin = tl.load(angle + turned, mask=place < turned, other=0.0).to(tl.float32)[None, :]
-        wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
-        turned_1 = (wide_1 * cos - wide_2 * sin).to(first.dtype)
-        turned_2 = (wide_2 * cos + wide_1 * sin).to(first.dtype)
+        turned_1, turned_2 = _rotated(first, second, angle, place, turned)
+        if NORM_IS_LAST:
+            turned_1, turned_2 = _normed(
+                turned_1, turned_2, head, query_norm_ptr, key_norm_ptr, eps, half, columns, partners, place < half,
+                QUERIES, KEYS,
+            )  # fmt: skip
 
-        is_query = inside & (head < QUERIES)[:, None]
-        to = query_ptr + token * query_stride + head[:, None] * dim
+        is_query, to = inside & (head < QUERIES)[:, None], query_ptr + token * query_stride + head[:, None] * dim
         tl.store(to + column, turned_1, mask=is_query)
         tl.store(to + partner, turned_2, mask=is_query)
 
@@ -217,8 +227,8 @@ def rotate_and_store(
     dependent: bool = False,
     change: Tensor | None = None,  # [tokens, as qkv], of qkv's dtype: added to qkv first
 ) -> None:
-    """Apply head norms (if given) and rotary positions to queries and keys, write queries to `query`, and keys and
-    values to the paged cache.
+    """Apply head norms (if given) and rotary positions to queries and keys, in this order unless the norms are last;
+    write queries to `query`, and keys and values to the paged cache.
 
     The first elements of each head are rotated, as many as the table has columns; without a table none. Arithmetic is
     float32, rounded to qkv's dtype after the norm, after its weight and after the rotation. A token whose position is
@@ -240,6 +250,7 @@ def rotate_and_store(
     turned = 0 if table is None else table.shape[1]
     check(table is None or table.is_contiguous(), "table is contiguous")
     check(turned <= dim and turned % 2 == 0, "the table has an even number of angles, at most those of a head")
+    check(norms is None or not (norms.is_last and norms.of_values), "norms of values come first")
     check_cache(memory.key, memory.value, memory.scales)
     check(positions.is_contiguous() and rows.is_contiguous(), "positions and rows must be contiguous")
     if tokens == 0:
@@ -254,7 +265,8 @@ def rotate_and_store(
         blocks.shape[1], dim // 2, turned // 2,
         QUERIES=query_heads, KEYS=kv_heads, BLOCK_SIZE=block_size, STRIDE=memory.key.stride(0),
         HEAD_STRIDE=head_stride(memory.key), HALF=half, HEADS=heads_at_once,
-        HAS_NORM=norms is not None, NORMS_VALUES=norms is not None and norms.of_values, PARTIAL=turned < dim,
+        HAS_NORM=norms is not None, NORMS_VALUES=norms is not None and norms.of_values,
+        NORM_IS_LAST=norms is not None and norms.is_last, PARTIAL=turned < dim,
         FLOAT8_CACHE=memory.key.dtype == FLOAT8, LATER=is_int4 and stores, DEPENDENT=dependent,
         num_warps=max(1, heads_at_once * half // 256), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from quire.kernels.native.program import Symbol
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import HeadNorm
 from quire.runtime.layers.ops import LayerOps
-from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.rotary import QueryScale, Rotary
 from quire.runtime.layers.row_writer import RowSymbol, Untraceable
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Value
@@ -36,11 +36,11 @@ class Attention(nn.Module):
 
     def __init__(
         self, heads: Heads, layer: int, rule: AttentionRule, rotary: Rotary | None, ops: LayerOps,
-        *, lends: bool = False, borrows: bool = False,
+        *, lends: bool = False, borrows: bool = False, query_scale: QueryScale | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._heads, self._layer, self.rule, self._ops = heads, layer, rule, ops
-        self.rotary, self._lends, self._borrows = rotary, lends, borrows
+        self.rotary, self._lends, self._borrows, self.query_scale = rotary, lends, borrows, query_scale
         self._num_rotated = heads.num_query + (0 if borrows else heads.num_kv)
 
     @property
@@ -69,10 +69,13 @@ class Attention(nn.Module):
         if norm is not None and norm.of_values:
             by_head, norm = norm(by_head), None
         qk, value = by_head[:, : self._num_rotated], by_head[:, self._num_rotated :]
-        qk = qk if norm is None else norm(qk)
+        qk = qk if norm is None or norm.is_last else norm(qk)
         if self.rotary is not None:
             qk = self._ops.rotate(qk, *self.rotary(step))
+        qk = norm(qk) if norm is not None and norm.is_last else qk
         query, key = qk[:, : heads.num_query], qk[:, heads.num_query :]
+        if self.query_scale is not None:
+            query = self._ops.rotate(query, *self.query_scale(step))
         cache = step.caches[self._layer]
         if self._borrows:
             key, value = step.memo[_LENT, self._layer]
@@ -89,13 +92,22 @@ class Attention(nn.Module):
 
         heads, cache = self._heads, step.caches[self._layer]
         plan = step.attention_of(cache)
-        norms = None if norm is None else HeadNorms(norm.of_queries, norm.of_keys, norm.eps, norm.of_values)
+        norms = (
+            None if norm is None else HeadNorms(norm.of_queries, norm.of_keys, norm.eps, norm.of_values, norm.is_last)
+        )
         table, lines = (None, None) if self.rotary is None else self.rotary.angles_of(step)
+        memory = LayerMemory(cache.key, cache.value, scales=cache.scales)
+        is_dependent = step.backend.is_dependent(len(qkv))
         rotate_and_store(
-            qkv, table, plan.positions, plan.rows, plan.tables,
-            LayerMemory(cache.key, cache.value, scales=cache.scales), norms=norms, angles=lines,
-            stores=not self._borrows, dependent=step.backend.is_dependent(len(qkv)), change=change,
+            qkv, table, plan.positions, plan.rows, plan.tables, memory, norms=norms, angles=lines,
+            stores=not self._borrows, dependent=is_dependent, change=change,
         )  # fmt: skip
+        if self.query_scale is not None:
+            table, lines = self.query_scale.angles_of(step)
+            rotate_and_store(
+                qkv[:, : heads.query_size], table, plan.positions, plan.rows, plan.tables, memory, angles=lines,
+                stores=False, dependent=is_dependent,
+            )  # fmt: skip
         by_head, stored = qkv.view(len(qkv), -1, heads.dim), 0 if self._borrows else heads.num_kv
         query, key, value = torch.split(by_head, [heads.num_query, stored, stored], dim=1)
         attended: Tensor = step.backend.attend(query, key, value, cache, plan, self.rule)
@@ -111,10 +123,14 @@ class Attention(nn.Module):
         """Append the operations to the program that is being traced."""
         heads, writer, cache = self._heads, qkv.writer, step.caches[self._layer]
         place = (self._layer, cache.table)
-        if norm is not None:
+        if norm is not None and not norm.is_last:
             writer.norm_heads(qkv, norm.scales, norm.eps)
         if self.rotary is not None:
             writer.rotate(qkv, self.rotary, self._num_rotated, heads.dim)
+        if norm is not None and norm.is_last:
+            writer.norm_heads(qkv, norm.scales, norm.eps)
+        if self.query_scale is not None:
+            writer.rotate(qkv, self.query_scale, heads.num_query, heads.dim)
         scaled = None if cache.key_scales is None else cache.key
         if not self._borrows:
             writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim, cache=scaled)
@@ -133,6 +149,8 @@ class Attention(nn.Module):
         """Append the attention phase to the row kernel that is being traced."""
         if self._lends or self._borrows:
             raise Untraceable("layers share keys and values")
+        if self.query_scale is not None or (norm is not None and norm.is_last):
+            raise Untraceable("queries are scaled by position, or heads normed after they are rotated")
         angles = None
         if self.rotary is not None:
             if not self.rotary.is_static:
@@ -160,6 +178,7 @@ class DecoderAttention(nn.Module):
 
     norm_offset = 0.0  # the checkpoint stores norm weights minus this
     norms_values = False  # query, key and value heads are all normed
+    norms_last = False  # heads are normed after the rotary positions
 
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
@@ -173,7 +192,7 @@ class DecoderAttention(nn.Module):
             is_twice = config.keys_are_values and config.window_of(layer) is None
             self.qkv_proj = build.qkv_linear(hidden, heads, bias=bias, keys_are_values=is_twice, rope=rope)
         has_norm = config.qk_norm or self.norms_values
-        which = {"of_keys": is_own, "of_values": is_own and self.norms_values}
+        which = {"of_keys": is_own, "of_values": is_own and self.norms_values, "is_last": self.norms_last}
         norm = build.head_norm(heads, config.norm_eps, self.norm_offset, **which) if has_norm else None
         self.qk_norm, self.sinks = norm, build.sinks(heads) if config.attention_sinks else None
         self.attention = build.attention_of(config, layer, self.sinks)

@@ -49,7 +49,7 @@ from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.quantizing import choose_quantizing_product
 from quire.runtime.layers.recurrent import RecurrentLayers
-from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.rotary import QueryScale, Rotary, scales_queries
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention
@@ -247,7 +247,8 @@ class LayerBuilder:
             shared_mlp = self.gated_mlp(hidden, size, activation, bias=False, names=shared, reduces=False)
         if settings.shared_has_gate:
             shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self.placement)
-        bias = ScoreBias(settings.num, self.placement) if settings.by_sigmoid else None
+        is_row = settings.biased_softmax
+        bias = ScoreBias(settings.num, self.placement, is_row=is_row) if settings.has_score_bias else None
         return MoEMLP(gate, experts, settings, shared_mlp, shared_gate, bias)
 
     def side_experts(self, config: ModelConfig) -> SideExperts:
@@ -287,11 +288,12 @@ class LayerBuilder:
         return RMSNorm(name, size, eps, self._ops, self.placement, offset)
 
     def head_norm(
-        self, heads: Heads, eps: float, offset: float = 0.0, *, of_keys: bool = True, of_values: bool = False
-    ) -> HeadNorm:
+        self, heads: Heads, eps: float, offset: float = 0.0, *, of_keys: bool = True, of_values: bool = False,
+        is_last: bool = False,
+    ) -> HeadNorm:  # fmt: skip
         own = self._splits.heads(heads)
         own = own if of_keys else replace(own, num_kv=0)
-        return HeadNorm(own, eps, self.placement, offset, of_values=of_values)
+        return HeadNorm(own, eps, self.placement, offset, of_values=of_values, is_last=is_last)
 
     def scalar(self, name: str) -> Scalar:
         return Scalar(name, self.placement)
@@ -318,7 +320,9 @@ class LayerBuilder:
         self.backend.accept(rule)
         rotary = None if rope is None else self._rotary(rope, heads.dim if rope.dim is None else rope.dim)
         lends, borrows = shared
-        return Attention(self._splits.heads(heads), layer, rule, rotary, self._ops, lends=lends, borrows=borrows)
+        scale = QueryScale(rope, heads.dim, self.placement) if rope is not None and scales_queries(rope) else None
+        own = self._splits.heads(heads)
+        return Attention(own, layer, rule, rotary, self._ops, lends=lends, borrows=borrows, query_scale=scale)
 
     def sinks(self, heads: Heads) -> Sinks:
         return Sinks(self._splits.query(heads, 1), self.placement)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol, cast
@@ -36,14 +36,15 @@ class Router(Linear):
 
 
 class ScoreBias(WeightLayer):
-    """Bias [experts], float32, added to each expert's sigmoid score when experts are ranked. It does not change the
-    weights of the chosen experts."""
+    """Bias [experts], float32, added to each expert's score when experts are ranked. It does not change the weights of
+    the chosen experts."""
 
     parts = ("gate.e_score_correction_bias",)
 
-    def __init__(self, num: int, placement: Placement) -> None:
+    def __init__(self, num: int, placement: Placement, *, is_row: bool = False) -> None:
+        """`is_row`: checkpoints store it as [1, experts]."""
         super().__init__()
-        self.weight = placement.empty(num, dtype=torch.float32)
+        self.weight = placement.empty(*((1, num) if is_row else (num,)), dtype=torch.float32)
 
 
 class ExpertScales(WeightLayer):
@@ -237,8 +238,32 @@ class MoEMLP(nn.Module):
         if self.shared_expert_gate is not None:
             shared += (self.shared_expert_gate(value),)
         logits = self.gate(value)
-        bias = None if self.score_bias is None else self.score_bias.weight.data
+        bias = None if self.score_bias is None else self.score_bias.weight.data.view(-1)
+        if self._settings.biased_softmax and bias is not None:
+            logits, bias = _compute(partial(_hide_others, bias, self._settings.num_used), logits), None
+        if self._settings.scales_inputs:
+            value = _compute(_scale_by_score, value, logits)
         return self.experts.mix(value, logits, self._settings, shared, rows, score_bias=bias)
+
+
+def _compute(function: Callable[..., Tensor], first: Value, *rest: Value) -> Value:
+    """Call a function on tensors [tokens, size], or append the call to the program that is being traced. The result is
+    as wide as the first tensor."""
+    if isinstance(first, Symbol):
+        return first.writer.call(function, (first, *rest), first.width)
+    return function(first, *rest)
+
+
+def _hide_others(bias: Tensor, num_used: int, logits: Tensor, given: object = None) -> Tensor:  # noqa: ARG001
+    """Set the logits of all but the chosen experts to -inf: those that rank highest by softmax plus bias."""
+    ranked = torch.softmax(logits, dim=-1, dtype=torch.float32) + bias
+    chosen = ranked.topk(num_used, dim=-1).indices
+    return torch.full_like(logits, float("-inf")).scatter_(-1, chosen, logits.gather(-1, chosen))
+
+
+def _scale_by_score(x: Tensor, logits: Tensor, given: object = None) -> Tensor:  # noqa: ARG001
+    """Multiply each row by the sigmoid of its highest logit."""
+    return x * torch.sigmoid(logits.amax(dim=-1, keepdim=True).float()).to(x.dtype)
 
 
 def clamp_of(experts: Experts) -> Clamp | None:

@@ -83,14 +83,17 @@ class RMSNorm(WeightLayer):
 
 class HeadNorm(WeightLayer):
     """RMSNorm of each query and key head (Qwen3) in one pass; of queries alone if `num_kv` is 0. With `of_values`
-    (Gemma 4) also of value heads, without weights. Checkpoints may store weights minus `offset`."""
+    (Gemma 4) also of value heads, without weights. `is_last`: after the rotary positions (HunYuan). Checkpoints may
+    store weights minus `offset`."""
 
     random_mean = 1.0
 
     def __init__(
-        self, heads: Heads, eps: float, placement: Placement, offset: float = 0.0, *, of_values: bool = False
-    ) -> None:
+        self, heads: Heads, eps: float, placement: Placement, offset: float = 0.0, *, of_values: bool = False,
+        is_last: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.is_last = is_last
         self.parts = ("q_norm.weight", "k_norm.weight") if heads.num_kv else ("q_norm.weight",)
         self.weight = placement.empty(len(self.parts), heads.dim, dtype=torch.float32 if offset else None)
         self.eps, self._offset, self.of_values = eps, offset, of_values
@@ -101,6 +104,11 @@ class HeadNorm(WeightLayer):
     def scales(self) -> Tensor:  # [query + kv (+ value) heads, dim]
         assert self._scales is not None, "finish() was not called"
         return self._scales
+
+    def drop_weights(self) -> None:
+        """Norm without weights: checkpoints store none."""
+        self.parts = ()
+        self.weight.data.fill_(1.0)
 
     def load(self, part: str, tensor: Tensor) -> None:
         super().load(part, tensor if self._offset == 0.0 else tensor.float() + self._offset)

@@ -14,6 +14,8 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.weights import Placement
 from quire.types.errors import ConfigError
 
+QUERY_SCALE = "llama_4_scaling_beta"  # parameter of rotary positions that also scale queries
+
 
 class Rotation(NamedTuple):
     """Cos and sin of a step's tokens; the first half of `sin` is negated."""
@@ -100,6 +102,25 @@ class Rotary(nn.Module):
         angles = positions[:, None].float() * inverse
         cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
         return torch.cat((cos, cos, -sin, sin), dim=-1).to(self._placement.dtype)
+
+
+class QueryScale(Rotary):
+    """Scales the queries of long sequences by their position (Llama 4, Ministral 3), as a rotation by no angle. Its
+    tables are as large as those of the rotation."""
+
+    def __init__(self, rope: Rope, dim: int, placement: Placement) -> None:
+        super().__init__(Rope(max_position=rope.max_position), dim, placement)
+        scaling = dict(rope.scaling)
+        self._beta, self._length = scaling[QUERY_SCALE], first_length(rope)
+
+    def _tabulate(self, positions: Tensor, inverse: Tensor) -> Tensor:
+        scale = 1 + self._beta * torch.log(1 + torch.floor(positions / self._length))
+        whole = scale[:, None].expand(-1, 2 * inverse.shape[-1])
+        return torch.cat((whole, torch.zeros_like(whole)), dim=-1).to(self._placement.dtype)
+
+
+def scales_queries(rope: Rope) -> bool:
+    return bool(dict(rope.scaling).get(QUERY_SCALE))
 
 
 def _axes_of_pairs(sections: tuple[int, ...]) -> Tensor:  # [dim / 2]

@@ -31,13 +31,14 @@ class DecoderBlock(nn.Module):
     norm_offset = 0.0  # checkpoints store the weights of RMS norms minus this
     layer_norms: LayerNormKind | None = None  # None: RMS norms
     mlp_names = GATED
+    attention: type[DecoderAttention] = DecoderAttention
 
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
         self._scale, self._is_parallel = config.residual_scale, config.parallel_residual
         norms = self.norm_offset, self.layer_norms
         self.input_layernorm = stream_norm(build, "input_layernorm", config, *norms)
-        self.self_attn = DecoderAttention(config, layer, build)
+        self.self_attn = self.attention(config, layer, build)
         if not self._is_parallel:
             self.post_attention_layernorm = stream_norm(build, "post_attention_layernorm", config, *norms)
         self.mlp = self.make_mlp(config, build)

@@ -29,7 +29,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
 _LISTS = ("short_factor", "long_factor")  # longrope only
 _LENGTH = "original_max_position_embeddings"
 _HAS_LENGTH = ("yarn", "llama3", "longrope")
-_HARMLESS = {"finetuned", _LENGTH}
+_HARMLESS = {"finetuned", _LENGTH, "max_position_embeddings"}
 
 
 def read_rope(
@@ -40,6 +40,7 @@ def read_rope(
     *,
     head_dim: int | None = None,  # None: the family rotates whole heads
     share: float = 1.0,  # default share of each head that is rotated
+    more: tuple[str, ...] = (),  # further numbers that the family has
 ) -> Rope:
     """Read the Rope of a config. Raises ModelLoadError for an unknown kind or an unknown parameter."""
     where = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
@@ -59,9 +60,10 @@ def read_rope(
     for key in values:
         if kind == "longrope" and key in _LISTS:
             continue
-        if key not in _COMMON | _HARMLESS and key not in _REQUIRED[kind] + _OPTIONAL.get(kind, ()):
+        if key not in _COMMON | _HARMLESS and key not in _REQUIRED[kind] + _OPTIONAL.get(kind, ()) + more:
             raise parameters.refuse(key, f"is not a parameter of {kind} rope")
     scaling = _read_scaling(config, parameters, kind, max_position)
+    scaling |= {key: parameters.number(key) for key in more if parameters.raw(key) is not None}
     short, long = (_read_factors(parameters, key) if kind == "longrope" else () for key in _LISTS)
     return Rope(theta, cast("Kind", kind), tuple(scaling.items()), max_position, short, long, dim)
 

@@ -1,4 +1,5 @@
-"""Models of Mistral AI beside Mistral: Ministral, some of whose layers have windows, and the text part of Mistral 3."""
+"""Models of Mistral AI beside Mistral: Ministral, some of whose layers have windows, Ministral 3, and the text part of
+Mistral 3."""
 
 from __future__ import annotations
 
@@ -6,13 +7,19 @@ from dataclasses import replace
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
+from quire.runtime.layers.rotary import QUERY_SCALE
 from quire.runtime.models.decoder import Decoder, read_mistral
 from quire.runtime.models.family import Family, text_model_name
 from quire.runtime.models.hf_config import read_decoder, read_window, read_windows
+from quire.runtime.models.hf_rope import read_rope
 
 _TEXT_SIZES = {"num_hidden_layers": 40, "hidden_size": 5_120, "intermediate_size": 32_768, "vocab_size": 131_072,
                "num_attention_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e9,
                "sliding_window": None}  # fmt: skip
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, QUERY_SCALE: 0.1,
+}  # fmt: skip
 
 
 def read_ministral(config: Fields) -> ModelConfig:
@@ -20,11 +27,27 @@ def read_ministral(config: Fields) -> ModelConfig:
     return read_decoder(config, "ministral", 131_072, num_kv_heads=8, windows=windows)
 
 
+def read_ministral3(config: Fields) -> ModelConfig:
+    """Queries of long sequences are scaled by their position."""
+    window, length = read_window(config, None), config.integer("max_position_embeddings", 262_144)
+    if not (config.raw("rope_parameters") or config.raw("rope_scaling")):
+        config = config.changed({"rope_parameters": _MINISTRAL3_ROPE})
+    return read_decoder(
+        config, "ministral3", 262_144, num_kv_heads=8, head_dim=128, norm_eps=config.number("rms_norm_eps", 1e-5),
+        rope=read_rope(config, length, more=(QUERY_SCALE,)),
+        windows=() if window is None else (window,) * config.integer("num_hidden_layers"),
+    )  # fmt: skip
+
+
 def read_mistral3(config: Fields) -> ModelConfig:
-    """Read the text model, which is a Mistral."""
+    """Read the text model, which is a Mistral or a Ministral 3."""
     kind = config.text("model_type", "mistral")
+    if kind == "ministral3":
+        return replace(read_ministral3(config), architecture="mistral3")
     if kind not in ("mistral", "mistral3"):
-        raise config.refuse("text_config.model_type", f"{kind!r} is not supported", fix="supported: mistral")
+        raise config.refuse(
+            "text_config.model_type", f"{kind!r} is not supported", fix="supported: mistral, ministral3"
+        )
     return replace(read_mistral(Fields(config.file, {**_TEXT_SIZES, **config.values})), architecture="mistral3")
 
 
@@ -34,4 +57,5 @@ def rename(name: str) -> str | None:
 
 
 MINISTRAL = Family(name="ministral", build=Decoder, read=read_ministral)
+MINISTRAL3 = Family(name="ministral3", build=Decoder, read=read_ministral3)
 MISTRAL3 = Family(name="mistral3", build=Decoder, read=read_mistral3, rename=rename, nested="text_config")

@@ -37,6 +37,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "llama": Entry("decoder", "LLAMA", ("LlamaForCausalLM",), in_gguf=True),
     "mistral": Entry("decoder", "MISTRAL", ("MistralForCausalLM",)),
     "ministral": Entry("mistral", "MINISTRAL", ("MinistralForCausalLM",)),
+    "ministral3": Entry("mistral", "MINISTRAL3", ("Ministral3ForCausalLM",)),
     "mistral3": Entry("mistral", "MISTRAL3", ("Mistral3ForConditionalGeneration",)),
     "mixtral": Entry("mixture", "MIXTRAL", ("MixtralForCausalLM",), in_gguf=True, gguf_name="llama", gguf_mixture=True),
     "qwen2": Entry("decoder", "QWEN2", ("Qwen2ForCausalLM",), in_gguf=True),
@@ -60,6 +61,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
     "granitemoehybrid": Entry("mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",)),
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
+    "nemotron_h": Entry("nemotron_h", "NEMOTRON_H", ("NemotronHForCausalLM",)),
     "falcon_h1": Entry("falcon_h1", "FALCON_H1", ("FalconH1ForCausalLM",)),
     "lfm2": Entry("lfm2", "LFM2", ("Lfm2ForCausalLM",), in_gguf=True),
     "lfm2_moe": Entry("lfm2", "LFM2_MOE", ("Lfm2MoeForCausalLM",), in_gguf=True, gguf_name="lfm2moe"),
@@ -81,6 +83,9 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "glm4": Entry("glm", "GLM4", ("Glm4ForCausalLM",), in_gguf=True),
     "cohere": Entry("cohere", "COHERE", ("CohereForCausalLM",), in_gguf=True, gguf_name="command-r"),
     "cohere2": Entry("cohere", "COHERE2", ("Cohere2ForCausalLM",), in_gguf=True),
+    "hunyuan_v1_dense": Entry(
+        "hunyuan", "HUNYUAN", ("HunYuanDenseV1ForCausalLM",), in_gguf=True, gguf_name="hunyuan-dense"
+    ),
     "seed_oss": Entry("plain", "SEED_OSS", ("SeedOssForCausalLM",), in_gguf=True),
     "ernie4_5": Entry("plain", "ERNIE4_5", ("Ernie4_5ForCausalLM",), in_gguf=True),
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",), in_gguf=True),
@@ -109,6 +114,10 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         in_gguf=True,
         gguf_name="deepseek2",
         gguf_sigmoids=True,
+    ),
+    "llama4_text": Entry("llama4", "LLAMA4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")),
+    "ernie4_5_moe": Entry(
+        "ernie_moe", "ERNIE4_5_MOE", ("Ernie4_5_MoeForCausalLM",), in_gguf=True, gguf_name="ernie4_5-moe"
     ),
     "deepseek_v32": Entry("latent_mixture", "DEEPSEEK_V32", ("DeepseekV32ForCausalLM",)),
     "glm4_moe_lite": Entry("latent_mixture", "GLM4_MOE_LITE", ("Glm4MoeLiteForCausalLM",)),

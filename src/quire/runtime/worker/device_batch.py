@@ -28,7 +28,7 @@ from quire.runtime.worker.batch import (
     tables_of,
 )
 from quire.runtime.worker.device_parts import DeviceParts
-from quire.types.step import StepPlan
+from quire.types.step import BlockCopy, StepPlan
 
 PADDING = -1  # row number of padding tokens
 _BYTES_PER_TOKEN = 72  # uploaded per token
@@ -107,12 +107,21 @@ class DeviceBatchBuilder:
         tiles = self._tiles(nothing, shape, scratch=shape.scratch) if shape.chunks else None
         return self._blank(shape.tokens, self._num_decode_slots(shape), tiles, shape, (shape.cascade, shape.scratch))
 
-    def blank_large(self, num_decodes: int) -> Batch:
-        """Return a step larger than all buckets, with `num_decodes` decodes, that consists of padding only."""
+    def blank_large(self, num_decodes: int, num_wanted: int | None = None) -> Batch:
+        """Return a step larger than all buckets, with `num_decodes` decodes, that consists of padding only. With
+        `num_wanted`, the last layer goes on with so many tokens only, as in a step without a graph."""
         most = self._buckets[-1] if self._buckets else 0
         scratch = self._attention.scratch_passes(_one_chunk(most + 1))
         tiles = self._tiles(find_spans(StepPlan(step=0)), None, scratch=scratch)
-        return self._blank(max(most + 1, num_decodes), num_decodes, tiles, None, (False, scratch))
+        batch = self._blank(max(most + 1, num_decodes), num_decodes, tiles, None, (False, scratch))
+        if num_wanted is None:
+            return batch
+        wanted = torch.zeros(num_wanted, dtype=torch.int64, device=self.device)
+        return replace(batch, step=replace(batch.step, wanted=wanted))
+
+    def rehearse_copies(self) -> None:
+        """Launch the kernel that copies blocks. It copies nothing."""
+        self._cache.copy([BlockCopy(PADDING, PADDING)])
 
     def _blank(
         self, num_tokens: int, num_decodes: int, tiles: npt.NDArray[np.int32] | None, shape: StepShape | None,

@@ -22,6 +22,7 @@ from quire.runtime.worker.warmup import NOTHING_LEFT, Task, WarmupLeft
 
 logger = logging.getLogger("quire.runtime")
 
+LEAST_CAPTURING = 1.5  # seconds for captures after the first kernels are compiled, which takes longer than all captures
 Agree = Callable[[bool], bool]  # returns the first rank's argument on all ranks of a group
 
 
@@ -69,17 +70,19 @@ def prepare(
     rows attend to these one by one. Ranks of a group capture the same graphs, since these contain all-reduces. They
     start all compilations in the background and return nothing.
     """
-    deadline, free = time.monotonic() + seconds, _free_bytes(batches.device)
+    begin, free = time.monotonic(), _free_bytes(batches.device)
     shapes, (first, *others) = batches.usual_shapes(), graphs.buckets
-    with compiling_only():
+    by_use = sorted(shapes, key=lambda shape: (shape.adapters, -shape.tokens))  # a burst of requests needs the largest
+    with compiling_only(wait=False, soon=True) as first_kernels:
         for shape in shapes[:1]:
             forward.rehearse(batches.blank(shape))
         forward.rehearse(batches.blank_large(first))
-        graphs.trace_row()  # compiles its kernel while the others compile in the background
+        graphs.trace_row()  # compiles its kernel while the others compile
         graphs.rehearse(DecodeKind(first))
-    graphs.capture(first)
-    by_use = sorted(shapes, key=lambda shape: (shape.adapters, -shape.tokens))  # a burst of requests needs the largest
     compilations = _compile_usual(batches, forward, graphs, by_use, short)
+    first_kernels.wait()
+    graphs.capture(first)
+    deadline = max(begin + seconds, time.monotonic() + min(seconds, LEAST_CAPTURING))
     tasks: list[Task] = []
     if short is not None:
         tasks += [partial(short.capture, bucket) for bucket in short.buckets]
@@ -111,16 +114,19 @@ def _compile_usual(
 ) -> Compilations:
     """Start the compilation of the kernels of usual steps, in the background, about in the order in which requests need
     them. Returns the compilations for shared prefixes, which are the last."""
+    buckets = graphs.buckets
     with compiling_only(wait=False):
+        graphs.rehearse(DecodeKind(buckets[-1], top_k_top_p=True))  # its kernel takes longest by far
         if short is not None:
             for bucket in short.buckets:
                 short.rehearse(ShortKind(bucket))
-        for bucket in graphs.buckets[1:]:
+        for bucket in buckets[1:]:
             graphs.rehearse(DecodeKind(bucket))
+        for bucket in buckets:
+            forward.rehearse(batches.blank_large(bucket, num_wanted=max(1, bucket - 1)))
         for shape in shapes:
             forward.rehearse(batches.blank(shape))
-        for bucket in graphs.buckets[1:]:
-            forward.rehearse(batches.blank_large(bucket))
+        batches.rehearse_copies()
     with compiling_only(wait=False) as compilations:
         for kind in graphs.cascade_kinds():
             graphs.rehearse(kind)

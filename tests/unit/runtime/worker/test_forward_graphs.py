@@ -13,6 +13,7 @@ from quire.config.model import Heads
 from quire.runtime.attention import triton as backend
 from quire.runtime.worker import forward_graphs
 from quire.runtime.worker.batch import StepShape
+from quire.runtime.worker.device_batch import DeviceBatchBuilder
 from quire.runtime.worker.forward_graphs import ForwardGraphs
 from quire.types.step import Chunk
 from tiny_models import (
@@ -122,3 +123,18 @@ def test_prompt_logprobs_and_forks_find_their_positions_in_a_padded_step() -> No
     assert plain.tokens[1] == plain.tokens[0]
     assert len(found[0]) == 6
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-4)
+
+
+def test_padding_of_a_large_step_goes_on_with_the_wanted_tokens_as_a_step_without_a_graph_does() -> None:
+    _, made, graphs = both()
+    batches = made.worker._runner._batches
+    assert isinstance(batches, DeviceBatchBuilder)
+    sizes = [tuple(graphs(batches.blank_large(2, wanted)).shape) for wanted in (1, 3, None)]
+    assert sizes == [(1, 32), (3, 32), (batches.blank_large(2).step.positions.shape[0], 32)]
+
+
+def test_rehearsed_copies_change_no_block() -> None:
+    _, made, _ = both()
+    made.worker.cache.blocks.fill_(7.0)
+    made.worker._runner._batches.rehearse_copies()  # type: ignore[attr-defined]
+    assert bool((made.worker.cache.blocks == 7.0).all())
