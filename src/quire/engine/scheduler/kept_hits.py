@@ -4,6 +4,7 @@ window blocks and the state that it needs there exist. Also updates a hit that a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from quire.engine.decoding.group import Hit, Sequence
 from quire.engine.kvcache.grouped_pool import GroupedPool
@@ -26,12 +27,12 @@ class _Path:
         return node.blocks[index - node.start]
 
 
-def outside_images(sequence: Sequence, match: Match, again: Callable[[int], Match]) -> Match:
+def outside_images(sequence: Sequence, match: Match, again: Callable[..., Match], *given: Any) -> Match:
     """Return a match, or if it may not end where it does in an image of the sequence, the longest before that image.
-    `again` returns the match of at most so many tokens."""
+    `again` returns the match of at most so many tokens, which it takes after `given`."""
     if sequence.group.request.images:
         while (inside := sequence.image_begun_at(match.num_tokens)) is not None:
-            match = again(inside)
+            match = again(*given, inside)
     return match
 
 

@@ -139,7 +139,7 @@ class PrefixReuse:
         match, publisher.next_owner = tree.match(salt, tokens, limit), None
         while match.num_tokens < limit and publisher.publish_at(match, tokens, limit):
             match = tree.match(salt, tokens, limit)
-        return outside_images(sequence, match, lambda most: tree.match(salt, tokens, most))
+        return outside_images(sequence, match, tree.match, salt, tokens) if group.request.images else match
 
     def _query(self, sequence: Sequence, limit: int) -> TierQuery:
         return TierQuery(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.num_swapped)
