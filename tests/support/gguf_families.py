@@ -62,7 +62,7 @@ def vectors(name: str, values: Tensor, config: Any) -> Tensor:
 
 
 def decoder_settings(config: Any) -> dict[str, object]:
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     return {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -285,6 +285,45 @@ def lfm2_moe_settings(config: Any) -> dict[str, object]:
     }  # fmt: skip
 
 
+def mamba_settings(config: Any, heads: int, dim: int, groups: int, state: int, width: int) -> dict[str, object]:
+    return {
+        "vocab_size": VOCAB, "ssm.conv_kernel": width, "ssm.inner_size": heads * dim, "ssm.state_size": state,
+        "ssm.time_step_rank": heads, "ssm.group_count": groups,
+    }  # fmt: skip
+
+
+def nemotron_h_settings(config: Any) -> dict[str, object]:
+    kinds = config.layers_block_type
+    return {
+        **decoder_settings(config), **whole_heads(config),
+        **mamba_settings(
+            config, config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size,
+            config.conv_kernel,
+        ),
+        "attention.head_count_kv": [config.num_key_value_heads * (kind == "full_attention") for kind in kinds],
+        "feed_forward_length": [config.intermediate_size * (kind == "mlp") for kind in kinds],
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+    }  # fmt: skip
+
+
+def falcon_h1_settings(config: Any) -> dict[str, object]:
+    sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
+    return {**decoder_settings(config), **whole_heads(config), **mamba_settings(config, *sizes)}
+
+
+def mamba_tensors(name: str, values: Tensor, config: Any) -> Tensor:
+    """Decays as factors, with D in columns, norms by group, convolutions as matrices."""
+    if name.endswith("A_log"):
+        return -values.exp()[:, None]
+    if name.endswith(".D"):
+        return values[:, None]
+    return (
+        values.view(config.n_groups, -1)
+        if name.endswith("mixer.norm.weight")
+        else flat_convolutions(name, values, config)
+    )
+
+
 def flat_convolutions(name: str, values: Tensor, config: Any) -> Tensor:
     return values.squeeze(1) if values.dim() == 3 else values
 
@@ -299,6 +338,8 @@ class Layout:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
+_PLAIN = ("gate_inp", "position", "conv.conv", "ssm_conv", "ssm_a", "ssm_d", "ssm_norm")  # names of float tensors
+FACTORS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 LONG_ROPE = {
     "type": "longrope", "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 512,
     "short_factor": [1.0 + 0.125 * step for step in range(8)],
@@ -329,6 +370,14 @@ LAYOUTS: dict[str, Layout] = {
         "smollm3", llama_settings, in_pairs, {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}
     ),
     "olmo2": Layout("olmo2"),
+    "nemotron_h": Layout("nemotron_h", nemotron_h_settings, mamba_tensors),
+    "falcon_h1": Layout(
+        "falcon-h1", falcon_h1_settings, mamba_tensors,
+        {
+            **dict.fromkeys((f"{name}_multiplier" for name in FACTORS), 1.0), "mlp_multipliers": None,
+            "ssm_multipliers": None, "mamba_rms_norm": False,
+        },
+    ),
     "lfm2": Layout("lfm2", lfm2_settings, flat_convolutions, {"conv_bias": False}),
     "lfm2_moe": Layout("lfm2moe", lfm2_moe_settings, flat_convolutions),
     "phi3": Layout("phi3", phi3_settings),
@@ -412,7 +461,7 @@ def family_tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
         assert stored_as is not None, name
         if kind != "F32" and "gate_inp_shexp" in stored_as:
             values = values.squeeze(0)  # as llama-quantize writes a matrix of one row
-        is_plain = values.ndim < 2 or any(word in stored_as for word in ("gate_inp", "position", "conv.conv"))
+        is_plain = values.ndim < 2 or any(word in stored_as for word in _PLAIN)
         made.append(stored(stored_as, values.contiguous().numpy(), "F32" if is_plain else kind))
     return made
 
@@ -425,6 +474,13 @@ _PUBLISHED = {  # of LFM2
 
 def _published(name: str, architecture: str) -> str:
     """What the converter's table calls a few tensors."""
+    name = name.replace(".dt_bias", ".dt_proj.bias")
+    if architecture == "falcon-h1":
+        name = name.replace(".post_attention_layernorm.", ".pre_ff_layernorm.")
+    if architecture == "nemotron_h":
+        for ours, theirs in (("embed_tokens", "embeddings"), ("model.norm.", "model.norm_f."), ("model.", "backbone.")):
+            name = name.replace(ours, theirs, 1)
+        return name
     if architecture.startswith("lfm2"):
         for ours, theirs in _PUBLISHED.items():
             name = name.replace(ours, theirs)
