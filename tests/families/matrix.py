@@ -11,9 +11,8 @@ ROOT = Path(__file__).parents[2]
 # In Triton's interpreter, families whose layers run by kernels that another one has too: the table runs them, and the
 # suite with QUIRE_TEST_WHOLE or on a GPU.
 SAME_KERNELS = {
-    "bamba": "granitemoehybrid",
-    "lfm2": "lfm2_moe",
     "arcee": "nemotron",
+    "bamba": "granitemoehybrid",
     "cohere": "cohere2",
     "deepseek_v2": "deepseek_v3",
     "deepseek_v32": "deepseek_v3",
@@ -27,10 +26,13 @@ SAME_KERNELS = {
     "glm": "glm4",
     "glm4_moe_lite": "deepseek_v3",
     "glm_moe_dsa": "deepseek_v3",
+    "gpt_bigcode": "gpt2",
+    "gptj": "phi",
     "granite": "llama",
     "granitemoe": "mixtral",
     "granitemoeshared": "mixtral",
     "helium": "llama",
+    "lfm2": "lfm2_moe",
     "minimax_m2": "glm4_moe",
     "ministral": "mixtral",
     "mistral": "mixtral",
@@ -60,6 +62,7 @@ SAME_BLOCKS = {
     "glm": "glm4",
     "glm4_moe_lite": "deepseek_v3",
     "glm_moe_dsa": "deepseek_v3",
+    "gpt_bigcode": "gpt2",
     "granitemoeshared": "granitemoe",
     "helium": "llama",
     "ministral": "mistral",

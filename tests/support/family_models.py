@@ -94,6 +94,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 0},
     "glm4_moe": {**SIGMOIDS, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
     "gpt2": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
+    "gpt_bigcode": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
+    "gptj": {"n_inner": 96, "n_positions": 512, "rotary_dim": 8, "num_key_value_heads": ..., "intermediate_size": ...},
     "gpt_neox": {"num_key_value_heads": ..., "rotary_pct": 0.25},
     "gpt_oss": {
         "head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5,
@@ -209,6 +211,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Further models of a family, whose name comes before the dash.
 VARIANTS: dict[str, dict[str, Any]] = {
+    "gpt_bigcode-heads": {
+        "n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ..., "multi_query": False,
+    },
     "granitemoehybrid-dense": {  # like Granite 4.0 H 1B: no experts
         **GRANITE, **MAMBA, "layer_types": ["mamba", "mamba", "attention"], "mamba_n_groups": 1,
         "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope",

@@ -408,6 +408,9 @@ LAYOUTS: dict[str, Layout] = {
     "starcoder2": Layout("starcoder2", starcoder2_settings),
     "phi": Layout("phi2", phi_settings, changes={"num_key_value_heads": 4, "intermediate_size": 256}),
     "gpt2": Layout("gpt2", gpt2_settings, by_outputs, {"n_inner": ...}),
+    "gpt_bigcode": Layout(
+        "starcoder", lambda config: {**gpt2_settings(config), "attention.head_count_kv": 1}, changes={"n_inner": ...}
+    ),
     "gpt_neox": Layout("gptneox", neox_settings, ungrouped),
     "gpt_neox-serial": Layout("gptneox", neox_settings, ungrouped, {"use_parallel_residual": False}),
     "falcon": Layout("falcon", falcon_settings, ungrouped),

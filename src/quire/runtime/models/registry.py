@@ -98,6 +98,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         "gemma4", "GEMMA4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), in_gguf=True, gguf_name="gemma4"
     ),
     "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",), in_gguf=True, by_inputs=True),
+    "gpt_bigcode": Entry("gpt_bigcode", "GPT_BIGCODE", ("GPTBigCodeForCausalLM",), in_gguf=True, gguf_name="starcoder"),
+    "gptj": Entry("gptj", "GPTJ", ("GPTJForCausalLM",)),
     "gpt_oss": Entry(
         "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)
     ),
