@@ -19,9 +19,9 @@ from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import PostNormed, Projected, Stream, Value
 from quire.runtime.layers.vision import VisionTower
-from quire.runtime.models import gguf_config
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily, text_model_name
+from quire.runtime.models.family import Family, text_model_name
+from quire.runtime.models.gguf_gemma import GGUF2, GGUF3
 from quire.runtime.models.hf_config import (
     FULL,
     GATED,
@@ -128,29 +128,6 @@ def read_gemma(
     )  # fmt: skip
 
 
-def gguf_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
-    caps = (fields.number("attn_logit_softcapping", 50.0), fields.number(gguf_config.LOGIT_CAP, 30.0))
-    config = replace(config, attention_softcap=caps[0], logit_softcap=caps[1])
-    return _finish_gguf(fields, config, every=2, deepest=46)
-
-
-def gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
-    local, cap = gguf_config.read_local_rope(fields, config), fields.optional_number(gguf_config.LOGIT_CAP)
-    config = replace(config, qk_norm=True, local_rope=local, logit_softcap=cap)
-    return _finish_gguf(fields, config, every=6, deepest=62)
-
-
-def _finish_gguf(fields: Fields, config: ModelConfig, *, every: int, deepest: int) -> ModelConfig:
-    """Set what GGUF files omit. `deepest`: the number of layers of the family's largest model, the only one that does
-    not scale scores by the head size."""
-    windows = gguf_config.read_windows(fields, every, usual=4_096)
-    size = config.hidden_size // config.heads.num_query if config.num_layers == deepest else config.heads.dim
-    return replace(
-        config, windows=windows, attention_scale=size**-0.5, activation="gelu_tanh",
-        embedding_scale=config.hidden_size**0.5,
-    )  # fmt: skip
-
-
 def rename(name: str) -> str | None:
     """Normalize the names of several versions of transformers."""
     outer = name.removeprefix("model.")
@@ -160,18 +137,5 @@ def rename(name: str) -> str | None:
     return text_model_name(name, ())
 
 
-GEMMA_INNER = GGUF_INNER | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_GGUF2 = GgufFamily(
-    inner=GEMMA_INNER, norm_offset=NORM_OFFSET, read=gguf_gemma2,
-    settings=frozenset({"attn_logit_softcapping", gguf_config.LOGIT_CAP, gguf_config.WINDOW, gguf_config.PATTERN}),
-)  # fmt: skip
-_GGUF3 = replace(
-    _GGUF2, read=gguf_gemma3, settings=_GGUF2.settings - {"attn_logit_softcapping"} | {gguf_config.LOCAL_THETA}
-)
-
-GEMMA2 = Family(name="gemma2", build=Gemma, read=read_gemma2, gguf=_GGUF2)
-GEMMA3 = Family(name="gemma3_text", build=Gemma, read=read_gemma3, rename=rename, nested="text_config", gguf=_GGUF3)
+GEMMA2 = Family(name="gemma2", build=Gemma, read=read_gemma2, gguf=GGUF2)
+GEMMA3 = Family(name="gemma3_text", build=Gemma, read=read_gemma3, rename=rename, nested="text_config", gguf=GGUF3)
