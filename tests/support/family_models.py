@@ -133,6 +133,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},
     "internlm2": {},
     "llama": {},
+    "hunyuan_v1_moe": {
+        "head_dim": 16, "num_experts": 4, "moe_topk": 2, "pad_token_id": 0, "eod_token_id": 2,
+    },
     "llama4_text": {
         "head_dim": 16, "intermediate_size_mlp": 96, "intermediate_size": 32, "num_local_experts": 4,
         "no_rope_layers": [1, 0, 1], "moe_layers": [1, 2], "attention_chunk_size": 128, "floor_scale": 128,

@@ -120,6 +120,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         gguf_name="deepseek2",
         gguf_sigmoids=True,
     ),
+    "hunyuan_v1_moe": Entry("hunyuan_moe", "HUNYUAN_MOE", ("HunYuanMoEV1ForCausalLM",)),
     "llama4_text": Entry("llama4", "LLAMA4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")),
     "ernie4_5_moe": Entry(
         "ernie_moe", "ERNIE4_5_MOE", ("Ernie4_5_MoeForCausalLM",), in_gguf=True, gguf_name="ernie4_5-moe"
