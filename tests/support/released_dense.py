@@ -104,7 +104,9 @@ SMALL_3_1 = {"attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "h
 MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10,
             "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
             "torch_dtype": "bfloat16", "vision_feature_layer": -1, "text_config": SMALL_3_1,
-            "vision_config": {"model_type": "pixtral", "hidden_size": 1024}}  # fmt: skip
+            "vision_config": {"head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
+                              "intermediate_size": 4096, "model_type": "pixtral", "num_attention_heads": 16,
+                              "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14, "rope_theta": 10000.0}}  # fmt: skip
 
 DENSE: dict[str, Settings] = {
     "TinyLlama-1.1B": llama(2048, 5632, 22, (32, 4), 32000, max_position_embeddings=2048, rope_scaling=None),
