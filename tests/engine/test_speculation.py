@@ -78,8 +78,9 @@ def test_greedy_answers_to_a_hundred_prompts_are_those_of_plain_decoding(method:
         {"temperature": 1.2, "min_p": 0.05, "n": 3},
         {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
         {"temperature": 1.0, "logit_bias": {5: 3.0}, "min_tokens": 10, "allowed_token_ids": list(range(40))},
+        {"temperature": 1.0, "extra": {"dry_multiplier": 0.8, "xtc_probability": 0.5, "typical_p": 0.9}},
     ],
-    ids=["plain", "narrow", "samples", "penalties", "rules"],
+    ids=["plain", "narrow", "samples", "penalties", "rules", "extra"],
 )
 def test_with_the_same_seed_the_very_same_tokens_are_sampled(method: dict[str, Any], sampling: dict[str, Any]) -> None:
     asked = prompts(4, 16, seed=1)

@@ -41,6 +41,8 @@ MORE = {"num_hidden_layers": 4, "sliding_window": 5}
         ("ministral3", "rope_parameters", {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_alpha": 0.1}),
         ("mistral", "rope_parameters", {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}),
         ("hunyuan_v1_dense", "rope_scaling", {"type": "dynamic", "alpha": -1.0}),
+        ("gptj", "rotary_dim", 18),
+        ("gpt_bigcode", "scale_attn_weights", False),
         ("seed_oss", "use_sliding_window", True),
         ("ernie4_5", "hidden_act", "tanh"),
     ],

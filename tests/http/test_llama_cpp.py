@@ -284,3 +284,32 @@ def test_a_suffix_and_an_infill_request_give_the_model_both_sides(
     for change, field in (({"echo": True}, "echo"), ({"prompt": [1]}, "prompt")):
         refusal = server.post("/v1/completions", {"prompt": "a", "suffix": "z", **change})
         assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, field)
+
+
+def test_members_that_llama_cpps_clients_always_send_pass_and_those_that_would_change_the_answer_are_refused(
+    server: TestServer,
+) -> None:
+    usual = {
+        "id_slot": -1,
+        "n_keep": 0,
+        "n_discard": 0,
+        "min_keep": 0,
+        "repeat_last_n": -1,
+        "mirostat": 0,
+        "n_indent": 0,
+    }
+    strict = {"X-Quire-Strict": "1"}
+    answer = server.post(
+        "/completion", {"prompt": "abc", "typical_p": 1.0, "dynatemp_range": 0, **usual}, headers=strict
+    )
+    assert answer.status_code == 200, answer.text
+    assert server.post("/completion", {"prompt": "abc", "samplers": ["top_k", "temperature"]}).status_code == 200
+    for name, value in (
+        ("lora", [{"id": 0}]),
+        ("n_cmpl", 2),
+        ("n_indent", 4),
+        ("t_max_predict_ms", 5),
+        ("mirostat", 2),
+    ):
+        refused = server.post("/completion", {"prompt": "abc", name: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)

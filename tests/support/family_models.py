@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from family_bench import hf_model
+from packed_models import PACKED
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from tiny_models import greedy_reference
@@ -94,6 +95,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5, "pad_token_id": 0},
     "glm4_moe": {**SIGMOIDS, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
     "gpt2": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
+    "gpt_bigcode": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
+    "gptj": {"n_inner": 96, "n_positions": 512, "rotary_dim": 8, "num_key_value_heads": ..., "intermediate_size": ...},
     "gpt_neox": {"num_key_value_heads": ..., "rotary_pct": 0.25},
     "gpt_oss": {
         "head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5,
@@ -128,7 +131,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "helium": {"head_dim": 16, "pad_token_id": 0},
     "hunyuan_v1_dense": {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},
+    "internlm2": {},
     "llama": {},
+    "hunyuan_v1_moe": {
+        "head_dim": 16, "num_experts": 4, "moe_topk": 2, "pad_token_id": 0, "eod_token_id": 2,
+    },
     "llama4_text": {
         "head_dim": 16, "intermediate_size_mlp": 96, "intermediate_size": 32, "num_local_experts": 4,
         "no_rope_layers": [1, 0, 1], "moe_layers": [1, 2], "attention_chunk_size": 128, "floor_scale": 128,
@@ -209,6 +216,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Further models of a family, whose name comes before the dash.
 VARIANTS: dict[str, dict[str, Any]] = {
+    "gpt_bigcode-heads": {
+        "n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ..., "multi_query": False,
+    },
     "granitemoehybrid-dense": {  # like Granite 4.0 H 1B: no experts
         **GRANITE, **MAMBA, "layer_types": ["mamba", "mamba", "attention"], "mamba_n_groups": 1,
         "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope",
@@ -254,10 +264,14 @@ class FamilyCase:
         import transformers
 
         settings = settings_of(self.name, self.changes)
-        config = transformers.AutoConfig.for_model(self.name.partition("-")[0], **settings)
+        kind = self.name.partition("-")[0]
+        source, pack = PACKED.get(kind, (kind, None))
+        config = transformers.AutoConfig.for_model(source, **settings)
         config._attn_implementation = "eager"
         model = hf_model(config)
         model.save_pretrained(self.directory)
+        if pack is not None:
+            pack(self.directory, config)
         return model
 
     def checkpoint(self) -> Checkpoint:

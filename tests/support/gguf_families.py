@@ -62,7 +62,7 @@ def vectors(name: str, values: Tensor, config: Any) -> Tensor:
 
 
 def decoder_settings(config: Any) -> dict[str, object]:
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     return {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -285,6 +285,56 @@ def lfm2_moe_settings(config: Any) -> dict[str, object]:
     }  # fmt: skip
 
 
+def mamba_settings(config: Any, heads: int, dim: int, groups: int, state: int, width: int) -> dict[str, object]:
+    return {
+        "vocab_size": VOCAB, "ssm.conv_kernel": width, "ssm.inner_size": heads * dim, "ssm.state_size": state,
+        "ssm.time_step_rank": heads, "ssm.group_count": groups,
+    }  # fmt: skip
+
+
+def nemotron_h_settings(config: Any) -> dict[str, object]:
+    kinds = config.layers_block_type
+    return {
+        **decoder_settings(config), **whole_heads(config),
+        **mamba_settings(
+            config, config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size,
+            config.conv_kernel,
+        ),
+        "attention.head_count_kv": [config.num_key_value_heads * (kind == "full_attention") for kind in kinds],
+        "feed_forward_length": [config.intermediate_size * (kind == "mlp") for kind in kinds],
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+    }  # fmt: skip
+
+
+def granite_hybrid_settings(config: Any) -> dict[str, object]:
+    sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
+    kinds = config.layer_types
+    return {
+        **granite_settings(config), **mamba_settings(config, *sizes), "rope.scaling.finetuned": False,
+        "attention.head_count_kv": [config.num_key_value_heads * (kind == "full_attention") for kind in kinds],
+        **(expert_settings(config) if config.num_local_experts else {}),
+        "expert_shared_feed_forward_length": config.shared_intermediate_size,
+    }  # fmt: skip
+
+
+def falcon_h1_settings(config: Any) -> dict[str, object]:
+    sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
+    return {**decoder_settings(config), **whole_heads(config), **mamba_settings(config, *sizes)}
+
+
+def mamba_tensors(name: str, values: Tensor, config: Any) -> Tensor:
+    """Decays as factors, with D in columns, norms by group, convolutions as matrices."""
+    if name.endswith("A_log"):
+        return -values.exp()[:, None]
+    if name.endswith(".D"):
+        return values[:, None]
+    return (
+        values.view(config.n_groups, -1)
+        if name.endswith("mixer.norm.weight")
+        else flat_convolutions(name, values, config)
+    )
+
+
 def flat_convolutions(name: str, values: Tensor, config: Any) -> Tensor:
     return values.squeeze(1) if values.dim() == 3 else values
 
@@ -299,6 +349,8 @@ class Layout:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
+_PLAIN = ("gate_inp", "position", "conv.conv", "ssm_conv", "ssm_a", "ssm_d", "ssm_norm")  # names of float tensors
+FACTORS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 LONG_ROPE = {
     "type": "longrope", "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 512,
     "short_factor": [1.0 + 0.125 * step for step in range(8)],
@@ -329,6 +381,24 @@ LAYOUTS: dict[str, Layout] = {
         "smollm3", llama_settings, in_pairs, {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}
     ),
     "olmo2": Layout("olmo2"),
+    "granitemoehybrid": Layout(
+        "granitehybrid", granite_hybrid_settings,
+        lambda name, values, config: mamba_tensors(name, in_pairs(name, values, config), config),
+        {"mamba_n_groups": 1, "shared_intermediate_size": 64},
+    ),
+    "granitemoehybrid-dense": Layout(
+        "granitehybrid", granite_hybrid_settings,
+        lambda name, values, config: mamba_tensors(name, in_pairs(name, values, config), config),
+        {"mamba_n_groups": 1, "num_local_experts": 0, "shared_intermediate_size": 96},
+    ),
+    "nemotron_h": Layout("nemotron_h", nemotron_h_settings, mamba_tensors),
+    "falcon_h1": Layout(
+        "falcon-h1", falcon_h1_settings, mamba_tensors,
+        {
+            **dict.fromkeys((f"{name}_multiplier" for name in FACTORS), 1.0), "mlp_multipliers": None,
+            "ssm_multipliers": None, "mamba_rms_norm": False,
+        },
+    ),
     "lfm2": Layout("lfm2", lfm2_settings, flat_convolutions, {"conv_bias": False}),
     "lfm2_moe": Layout("lfm2moe", lfm2_moe_settings, flat_convolutions),
     "phi3": Layout("phi3", phi3_settings),
@@ -359,6 +429,9 @@ LAYOUTS: dict[str, Layout] = {
     "starcoder2": Layout("starcoder2", starcoder2_settings),
     "phi": Layout("phi2", phi_settings, changes={"num_key_value_heads": 4, "intermediate_size": 256}),
     "gpt2": Layout("gpt2", gpt2_settings, by_outputs, {"n_inner": ...}),
+    "gpt_bigcode": Layout(
+        "starcoder", lambda config: {**gpt2_settings(config), "attention.head_count_kv": 1}, changes={"n_inner": ...}
+    ),
     "gpt_neox": Layout("gptneox", neox_settings, ungrouped),
     "gpt_neox-serial": Layout("gptneox", neox_settings, ungrouped, {"use_parallel_residual": False}),
     "falcon": Layout("falcon", falcon_settings, ungrouped),
@@ -400,7 +473,10 @@ def family_tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
         if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
             continue
         values, match = layout.turn(name, checkpoint.read(name), case.model.config), _EXPERT.fullmatch(name)
-        if match is None:
+        if name.endswith("shared_expert.input_linear.weight"):  # of Granite
+            for word, part in zip(("gate", "up"), values.chunk(2), strict=True):
+                found[name.replace("input_linear", f"{word}_proj")] = part
+        elif match is None:
             found[name] = values
         else:
             experts.setdefault(f"{match[1]}.{match[3]}".replace("model.layers", _outer(name)), []).append(values)
@@ -408,11 +484,13 @@ def family_tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
     checkpoint.close()
     made = []
     for name, values in found.items():
-        stored_as = names.get_name(_published(name, layout.architecture), try_suffixes=(".weight", ".bias"))
+        stored_as = names.get_name(
+            _published(name, layout.architecture, has_experts=bool(experts)), try_suffixes=(".weight", ".bias")
+        )
         assert stored_as is not None, name
         if kind != "F32" and "gate_inp_shexp" in stored_as:
             values = values.squeeze(0)  # as llama-quantize writes a matrix of one row
-        is_plain = values.ndim < 2 or any(word in stored_as for word in ("gate_inp", "position", "conv.conv"))
+        is_plain = values.ndim < 2 or any(word in stored_as for word in _PLAIN)
         made.append(stored(stored_as, values.contiguous().numpy(), "F32" if is_plain else kind))
     return made
 
@@ -423,8 +501,18 @@ _PUBLISHED = {  # of LFM2
 }  # fmt: skip
 
 
-def _published(name: str, architecture: str) -> str:
+def _published(name: str, architecture: str, *, has_experts: bool) -> str:
     """What the converter's table calls a few tensors."""
+    name = name.replace(".dt_bias", ".dt_proj.bias")
+    if architecture == "granitehybrid":
+        name = name.replace("output_linear", "down_proj")
+        name = name if has_experts else name.replace("mlp.shared_expert.", "mlp.")
+    if architecture == "falcon-h1":
+        name = name.replace(".post_attention_layernorm.", ".pre_ff_layernorm.")
+    if architecture == "nemotron_h":
+        for ours, theirs in (("embed_tokens", "embeddings"), ("model.norm.", "model.norm_f."), ("model.", "backbone.")):
+            name = name.replace(ours, theirs, 1)
+        return name
     if architecture.startswith("lfm2"):
         for ours, theirs in _PUBLISHED.items():
             name = name.replace(ours, theirs)

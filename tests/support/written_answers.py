@@ -185,6 +185,10 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "gemma4": lambda calls: "".join(
         f"<|tool_call>call:{name}{_gemma4_value(given)}<tool_call|>" for name, given in calls
     ),
+    "functiongemma": lambda calls: "".join(
+        f"<start_function_call>call:{name}{_gemma4_value(given)}<end_function_call>".replace('<|"|>', "<escape>")
+        for name, given in calls
+    ),
     "harmony": _harmony,
     JSON_IN_TAGS: lambda calls: "\n".join(f"<use>{_object(call, 'tool', 'input')}</use>" for call in calls),
     NAME_THEN_JSON: lambda calls: "\n".join(f">>>{name}::{json.dumps(given)}<<<" for name, given in calls),

@@ -20,7 +20,8 @@ TOOL_PARSERS = (
     "auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "glm45", "glm47", "kimi_k2", "minimax_m2",
     "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "seed_oss", "step3", "hy_v3", "minicpm5",
     "hunyuan_a13b", "minimax_m1", "cohere_command", "phi4_mini_json", "lfm2", "olmo3", "internlm", "longcat", "xlam",
-    "granite_20b_fc", "granite", "gemma4", "harmony",
+    "granite_20b_fc", "granite", "gemma4", "functiongemma",
+    "harmony",
 )  # fmt: skip
 OTHER_TOOL_PARSERS = {  # names of the same formats in other servers
     "cohere_command3": "cohere_command", "cohere_command4": "cohere_command", "deepseekv3": "deepseek_v3",

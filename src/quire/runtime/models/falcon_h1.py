@@ -12,6 +12,7 @@ from quire.config.model import ModelConfig
 from quire.config.recurrent import Mamba
 from quire.kernels.clamp import Clamp
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.models import gguf_mamba
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import read_decoder, read_heads, refuse_set
@@ -42,10 +43,11 @@ def read_falcon_h1(config: Fields) -> ModelConfig:
     mixed = before * after  # the values are not scaled, the outputs of attention are
     into, out = _factor(config, "ssm_in_multiplier"), _factor(config, "ssm_out_multiplier")
     z, x, b, c, steps = (into * each for each in _factors(config, "ssm_multipliers", 5))
+    factors, norms = (z, x, b, c, steps), config.flag("mamba_rms_norm", False)
     mamba = Mamba(
-        config.integer("mamba_n_groups", 1, least=1) if config.flag("mamba_rms_norm", False) else None,
-        norm_first=config.flag("mamba_norm_before_gate", True), input_factors=(z, x, b, c, steps),
-        output_factor=out / mixed,
+        config.integer("mamba_n_groups", 1, least=1) if norms else None,
+        norm_first=norms and config.flag("mamba_norm_before_gate", True),
+        input_factors=None if set(factors) == {1.0} else factors, output_factor=out / mixed,
     )  # fmt: skip
     inner = config.integer("mamba_d_ssm", config.integer("mamba_expand", 2) * config.integer("hidden_size"))
     recurrent = read_mamba(config, range(count), mamba, inner)
@@ -53,8 +55,9 @@ def read_falcon_h1(config: Fields) -> ModelConfig:
     return read_decoder(
         config, "falcon_h1", 8_192, heads=heads, norm_eps=config.number("rms_norm_eps", 1e-5),
         embedding_scale=_factor(config, "embedding_multiplier"), logit_scale=_factor(config, "lm_head_multiplier"),
-        attention_scale=heads.dim**-0.5 * before * before * key, residual_scale=mixed,
-        mlp_factors=(gate, down), recurrent=replace(recurrent, beside_attention=True),
+        attention_scale=None if key == before == 1.0 else heads.dim**-0.5 * before * before * key,
+        residual_scale=mixed, mlp_factors=None if gate == down == 1.0 else (gate, down),
+        recurrent=replace(recurrent, beside_attention=True),
     )  # fmt: skip
 
 
@@ -74,4 +77,4 @@ def _factors(config: Fields, key: str, count: int) -> list[float]:
     return [float(each) for each in given]
 
 
-FALCON_H1 = Family(name="falcon_h1", build=FalconH1, read=read_falcon_h1, rename=rename)
+FALCON_H1 = Family(name="falcon_h1", build=FalconH1, read=read_falcon_h1, rename=rename, gguf=gguf_mamba.FALCON_H1)

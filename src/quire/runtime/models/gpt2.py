@@ -25,21 +25,27 @@ TRANSPOSED = Stored(transposed=True)
 
 
 class Gpt2Block(nn.Module):
+    stored = TRANSPOSED  # how checkpoints store matrices
+
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+        stored = self.stored
         self.ln_1 = build.layer_norm("ln_1", hidden, eps)
         self.attn = SelfAttention(
-            build.column_linear("c_attn", hidden, config.heads, bias=True, stored=TRANSPOSED),
+            build.column_linear("c_attn", hidden, config.heads, bias=True, stored=self.stored_qkv(config)),
             build.attention(config.heads, config.place_of(layer), None),
-            build.row_linear("c_proj", config.heads, hidden, bias=True, stored=TRANSPOSED),
+            build.row_linear("c_proj", config.heads, hidden, bias=True, stored=stored),
         )
         self.ln_2 = build.layer_norm("ln_2", hidden, eps)
         self.mlp = build.mlp(
-            build.column_linear("c_fc", hidden, inner, bias=True, stored=TRANSPOSED),
-            build.row_linear("c_proj", inner, hidden, bias=True, stored=TRANSPOSED),
+            build.column_linear("c_fc", hidden, inner, bias=True, stored=stored),
+            build.row_linear("c_proj", inner, hidden, bias=True, stored=stored),
             config.activation,
         )
+
+    def stored_qkv(self, config: ModelConfig) -> Stored:  # noqa: ARG002
+        return self.stored
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         x.add(self.attn(self.ln_1(x), step))
@@ -47,19 +53,21 @@ class Gpt2Block(nn.Module):
 
 
 class Gpt2Stack(nn.Module):
-    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+    def __init__(self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module]) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.wte = build.embedding("wte", config.vocab_size, hidden)
         self.wpe = build.position_embedding("wpe", config.rope.max_position, hidden)
-        self.h = Blocks((Gpt2Block(config, layer, build) for layer in range(config.num_layers)), config)
+        self.h = Blocks((block(config, layer, build) for layer in range(config.num_layers)), config)
         self.ln_f = build.layer_norm("ln_f", hidden, config.norm_eps)
 
 
 class Gpt2(BaseModel):
+    block: type[nn.Module] = Gpt2Block
+
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config)
-        self.transformer = Gpt2Stack(config, build)
+        self.transformer = Gpt2Stack(config, build, self.block)
         self.lm_head = build.lm_head("lm_head", self.transformer.wte, config)
         self.assemble(self.transformer.wte, self.transformer.h, self.transformer.ln_f, self.lm_head)
 

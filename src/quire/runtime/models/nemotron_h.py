@@ -16,6 +16,7 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.mlp import MLP
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
+from quire.runtime.models import gguf_mamba
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import (
@@ -117,4 +118,4 @@ def rename(name: str) -> str:
     return name
 
 
-NEMOTRON_H = Family(name="nemotron_h", build=NemotronH, read=read_nemotron_h, rename=rename)
+NEMOTRON_H = Family(name="nemotron_h", build=NemotronH, read=read_nemotron_h, rename=rename, gguf=gguf_mamba.NEMOTRON_H)

@@ -111,6 +111,8 @@ def family_config(folder: Path, name: str) -> ModelConfig:
 
 
 def _class_of(transformers: Any, config: Any) -> str:
+    if config.model_type == "mistral4":  # published within Mistral 3's class, so that AutoModel does not know it
+        return "Mistral4ForCausalLM"
     kind = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
     return str(getattr(transformers, f"AutoModelFor{kind}")._model_mapping[type(config)].__name__)
 

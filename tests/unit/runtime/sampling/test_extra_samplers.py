@@ -125,6 +125,17 @@ def test_long_contexts_are_searched_in_parts_of_bounded_size(monkeypatch: pytest
     assert torch.equal(transform_rows(Dry(ROWS, VOCAB, CPU), logits, news), whole)
 
 
+def test_both_ways_to_find_repetitions_find_the_same() -> None:
+    generator = torch.Generator().manual_seed(2)
+    for width in (2, 3, 9, 40):
+        tokens = torch.randint(-2, 2, (5, width), generator=generator)
+        tokens[0] = 1
+        for most in {1, min(2, width - 1), width - 1}:
+            by_steps = repeats.repeated_by_steps(tokens, most)
+            assert torch.equal(by_steps, repeats.repeated_at_once(tokens, most))
+            assert by_steps[0].tolist() == [min(place + 1, most) for place in range(width - 1)]
+
+
 def test_typical_p_and_no_repeat_ngram_size_are_those_of_transformers() -> None:
     rng, logits = random.Random(5), torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(5)) * 3
     prompts = [[rng.randrange(3) for _ in range(12)] for _ in range(4)]

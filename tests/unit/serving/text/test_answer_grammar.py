@@ -101,6 +101,7 @@ CALLS = [
     ("granite", '<|tool_call|>[{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city": "a"}}]'),
     ("gemma4", ('<|tool_call>call:weather{city:<|"|>an "x" \n<b><|"|>,days:2}<tool_call|>'
      "<|tool_call>call:time{}<tool_call|>")),
+    ("functiongemma", "<start_function_call>call:weather{city:<escape>a<escape>,days:2}<end_function_call>"),
     ("harmony", '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "a"}'),
     (JSON_IN_TAGS, '<use>{"tool": "weather", "input": {"city": "a"}}</use>'),
     (NAME_THEN_JSON, '>>>weather::{"city": "a"}<<<>>>time::{}<<<'),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.runtime.sampling.column import Column
@@ -51,18 +52,31 @@ def repeated(tokens: Tensor, most: int) -> Tensor:  # [G, W] -> [G, W - 1]
 
     Negative tokens equal none.
     """
+    most = min(most, tokens.shape[1] - 1)
+    return repeated_by_steps(tokens, most) if tokens.device.type == "cpu" else repeated_at_once(tokens, most)
+
+
+def repeated_by_steps(tokens: Tensor, most: int) -> Tensor:
+    """`repeated`, a token at a time, as far as the longest repetition: nearly always a few tokens."""
     width = tokens.shape[1]
     equal = (tokens[:, :-1] == tokens[:, -1:]) & (tokens[:, -1:] >= 0)
     counts = equal.long()
-    for back in range(1, min(most, width - 1)):
-        if equal.device.type == "cpu" and not bool(equal.any()):
-            break  # elsewhere reading this would wait for the device
+    for back in range(1, most):
+        if not bool(equal.any()):
+            break
         last = tokens[:, width - 1 - back, None]
-        equal = equal.clone()
-        equal[:, :back] = False
         equal[:, back:] &= (tokens[:, : width - 1 - back] == last) & (last >= 0)
+        equal[:, :back] = False
         counts += equal
     return counts
+
+
+def repeated_at_once(tokens: Tensor, most: int) -> Tensor:
+    """`repeated` by a fixed number of operations, which do not wait for the device."""
+    ends = F.pad(tokens[:, :-1], (most - 1, 0), value=_MISSING).unfold(1, most, 1)  # [G, W - 1, most]
+    last = tokens[:, None, -most:]
+    differs = F.pad((ends != last) | (last < 0), (1, 0), value=True)
+    return differs.flip(-1).to(torch.int8).argmax(dim=-1)  # the first difference, from the right
 
 
 class Dry:
@@ -140,7 +154,7 @@ class NoRepeatNgram:
         most = max(self._sizes[self.members.slot(int(row))] for row in rows)
         for window in _windows(part, step, step.samples.lengths[part.host_positions]):
             tokens, sizes = window.tokens, self._size.scalars(part.slots[window.lines])[:, None]
-            ends = torch.nn.functional.pad(repeated(tokens, most) if tokens.shape[1] > 1 else tokens[:, :0], (1, 0))
+            ends = F.pad(repeated(tokens, most) if tokens.shape[1] > 1 else tokens[:, :0], (1, 0))
             banned = (tokens >= 0) & (ends >= sizes - 1)  # a token is banned where it has followed the same tokens
             bans = torch.zeros(len(tokens), logits.shape[1], device=logits.device)
             bans.scatter_reduce_(1, tokens.clamp(min=0), banned.float(), "amax")

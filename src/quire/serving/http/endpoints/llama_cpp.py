@@ -112,6 +112,7 @@ class LlamaBias:
 
 
 _SHARED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
+_MIROSTAT = ("mirostat_tau", "mirostat_eta")
 _COMMON = (
     MODEL,
     Field("n_predict", Whole(-1, "max_tokens"),
@@ -132,8 +133,20 @@ _COMMON = (
     Field("response_fields", Texts("prompts", "label"), "Return only these members; `a/b` is member `b` of `a`."),
     not_supported("post_sampling_probs", "Probabilities after sampling.", False),
     *FOREIGN_SAMPLING,
+    not_supported("lora", "LoRA adapters.", [], why="is not supported: model names the adapter"),
+    not_supported("n_cmpl", "Several answers.", 1, why="is not supported: send the prompt several times in a list"),
+    not_supported("n_indent", "The least indentation.", 0),
+    not_supported("t_max_predict_ms", "A limit of time.", 0, -1, why="is not supported: send X-Request-Timeout"),
+    no_effect("samplers", "The order of samplers.", why="has no effect: their order is fixed"),
+    no_effect("min_keep", "The fewest tokens that filters keep.", 0, 1, why="has no effect: they keep at least one"),
+    no_effect("repeat_last_n", "How many tokens penalties look at.", -1, why="has no effect: they look at all tokens"),
+    *(no_effect(name, "Mirostat's parameters.", why="has no effect without mirostat") for name in _MIROSTAT),
+    *(no_effect(name, "Shifting the context.", 0, -1, why="has no effect: answers end when the context is full")
+      for name in ("n_keep", "n_discard", "n_cache_reuse")),
+    no_effect("id_slot", "The slot to use.", -1, why="has no effect: there are no fixed slots"),
     no_effect("cache_prompt", "Prompts are always cached.", True),
     no_effect("timings_per_token", "Timings.", False),
+    no_effect("return_progress", "Progress of the prompt.", False),
 )  # fmt: skip
 _COMPLETION_FIELDS = (
     Field(

@@ -28,22 +28,23 @@ class SurroundingText:
 
     def __init__(self, book: CallBook) -> None:
         self._book = book
-        self._space = ""
+        self._space: list[str] = []
 
     def add(self, text: str, parts: list[Part]) -> None:
-        text = self._space + text
         words = text.rstrip()
-        self._space = text[len(words) :]
         if words:
-            parts.append(Said(words))
+            parts.append(Said("".join((*self._space, words))))
+            self._space = []
+        if len(words) < len(text):
+            self._space.append(text[len(words) :])
 
     def end_at_call(self) -> None:
-        self._space = ""
+        self._space = []
 
     def finish(self, parts: list[Part]) -> None:
         if self._space and not self._book.has_calls:
-            parts.append(Said(self._space))
-        self._space = ""
+            parts.append(Said("".join(self._space)))
+        self._space = []
 
 
 class AnswerReader(ABC):

@@ -89,6 +89,12 @@ _FORMATS = {
         ToolFormat("kimi_k2", deepseek_v3.KIMI, deepseek_v3.KimiReader, _fixed(deepseek_v3.SHAPE_KIMI)),
         ToolFormat("granite", (granite.MARK, hermes.START, hermes.END), granite.GraniteReader, _fixed(granite.SHAPE)),
         ToolFormat("gemma4", gemma4.MARKS, gemma4.Gemma4Reader, _fixed(gemma4.SHAPE)),
+        ToolFormat(
+            "functiongemma",
+            (gemma4.FUNCTION_START, gemma4.FUNCTION_END, gemma4.ESCAPE),
+            gemma4.FunctionGemmaReader,
+            _fixed(gemma4.FUNCTION_GEMMA_SHAPE),
+        ),
         ToolFormat(HARMONY, harmony.MARKS, harmony.HarmonyReader, _fixed(harmony.SHAPE)),
         ToolFormat("lfm2", (*_LFM2.marks, _LFM2.end), _LFM2, _fixed(pythonic.LFM2_SHAPE)),
         ToolFormat("olmo3", (*_OLMO3.marks, _OLMO3.end), _OLMO3, _fixed(pythonic.OLMO3_SHAPE)),
@@ -150,6 +156,7 @@ def known_in(template: str) -> str | None:
 # The first format all of whose marks are in a template is the template's.
 _IN_TEMPLATES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gemma4", (gemma4.START, gemma4.END)),
+    ("functiongemma", (gemma4.FUNCTION_START,)),
     ("mistral", (mistral.MARK,)),
     ("deepseek_v4", (DSML, "tool_calls>")),
     ("deepseek_v32", (DSML,)),

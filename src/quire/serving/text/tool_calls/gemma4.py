@@ -1,4 +1,4 @@
-"""`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>`: Gemma 4.
+"""`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>`: Gemma 4, and with other marks FunctionGemma.
 
 Arguments differ from JSON in three ways: strings stand between two `<|"|>` without escapes, keys stand bare, and there
 are no blanks.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from quire.serving.text.lark import LarkGrammar
 from quire.serving.text.parts import held_back
@@ -22,30 +23,35 @@ START, END, RESPONSE = "<|tool_call>", "<tool_call|>", "<|tool_response>"
 MARKS = (START, END, QUOTE, RESPONSE)
 _CALL = "call:"
 _NAME_CHARACTERS = 256
-_VALUE_ENDS = (",", "}", "]", END)
+_BRACKETS = (",", "}", "]")  # and the end mark: what ends a value without quotes
 _JSON_CHARACTERS = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)  # of a JSON string, up to its end quote
 
 
-def _write_call(lark: LarkGrammar, prefix: str, function: Function) -> str:
+FUNCTION_START, FUNCTION_END, ESCAPE = "<start_function_call>", "<end_function_call>", "<escape>"
+
+
+def _write_call(lark: LarkGrammar, prefix: str, function: Function, quote: str = QUOTE, end: str = END) -> str:
     """Return the expression of one call, whose arguments stand in alphabetic order, as Gemma's template has them."""
     parameters = {"type": "object", **(function.get("parameters") or NO_ARGUMENTS)}
-    arguments = SchemaWriter(lark, prefix, parameters).arguments()
-    return f"{lark.fixed(_CALL + function['name'])} {arguments} {lark.fixed(END)}"
+    arguments = SchemaWriter(lark, prefix, parameters, quote).arguments()
+    return f"{lark.fixed(_CALL + function['name'])} {arguments} {lark.fixed(end)}"
 
 
 SHAPE = CallShape(_write_call, mark=START)
+FUNCTION_GEMMA_SHAPE = CallShape(partial(_write_call, quote=ESCAPE, end=FUNCTION_END), mark=FUNCTION_START)
 
 
 class Gemma4Reader(CallReader):
     """Passes on a string while it comes, any other value when it is whole. What it passes on is JSON."""
 
-    marks = (START,)
+    marks: ClassVar[tuple[str, ...]] = (START,)
+    _end, _quote, _after = END, QUOTE, (END, RESPONSE)
 
     def _read_calls(self, mark: str) -> Reading[bool]:  # noqa: ARG002
         yield from self._skip_space()
         if not (yield from self._accept(_CALL)):
             return False
-        name = (yield from self._take_until("{", END, "\n", most=_NAME_CHARACTERS)).strip()
+        name = (yield from self._take_until("{", self._end, "\n", most=_NAME_CHARACTERS)).strip()
         if self._ended_by != "{" or not name:
             return False
         self._begin_call(name)
@@ -53,7 +59,7 @@ class Gemma4Reader(CallReader):
         is_whole = yield from self._read_arguments(name)
         self._end_call()
         if not is_whole:
-            yield from self._take_until(END)
+            yield from self._take_until(self._end)
         yield from self._skip_end()
         return True
 
@@ -61,7 +67,7 @@ class Gemma4Reader(CallReader):
         """Take what stands behind a call: its end mark, again at times, and the mark with which the turn ends."""
         while True:
             yield from self._skip_space()
-            if not (yield from self._accept(END, RESPONSE)):
+            if not (yield from self._accept(*self._after)):
                 return
 
     def _read_arguments(self, function: str) -> Reading[bool]:
@@ -73,9 +79,9 @@ class Gemma4Reader(CallReader):
         while closing:
             yield from self._skip_space("," if not is_first else "")
             self._taken = []
-            ended_by = yield from self._accept("}", "]", END)
-            if ended_by == END:
-                self._buffer = END + self._buffer
+            ended_by = yield from self._accept("}", "]", self._end)
+            if ended_by == self._end:
+                self._buffer = self._end + self._buffer
                 break
             if ended_by:
                 self._add_arguments(closing.pop())
@@ -95,15 +101,16 @@ class Gemma4Reader(CallReader):
 
     def _read_key(self) -> Reading[str]:
         """Take a key and its colon; an empty text if none comes."""
-        if (yield from self._accept(QUOTE)):
-            key = yield from self._take_until(QUOTE, END, most=_NAME_CHARACTERS)
+        if (yield from self._accept(self._quote)):
+            key = yield from self._take_until(self._quote, self._end, most=_NAME_CHARACTERS)
             yield from self._skip_space()
-            is_key = self._ended_by == QUOTE and bool((yield from self._accept(":")))
+            is_key = self._ended_by == self._quote and bool((yield from self._accept(":")))
         else:
-            key = (yield from self._take_until(":", "{", "[", *_VALUE_ENDS, most=_NAME_CHARACTERS)).strip().strip('"')
+            ends = (":", "{", "[", *_BRACKETS, self._end)
+            key = (yield from self._take_until(*ends, most=_NAME_CHARACTERS)).strip().strip('"')
             is_key = self._ended_by == ":"
-            if self._ended_by == END:
-                self._buffer = END + self._buffer
+            if self._ended_by == self._end:
+                self._buffer = self._end + self._buffer
         self._taken = []
         return key if is_key else ""
 
@@ -113,11 +120,11 @@ class Gemma4Reader(CallReader):
         if bracket := (yield from self._accept("{", "[")):
             self._add_arguments(bracket)
             return "}" if bracket == "{" else "]"
-        if (yield from self._accept(QUOTE)):
+        if (yield from self._accept(self._quote)):
             self._add_arguments('"')
-            yield from self._pass_until(lambda text: self._add_arguments(_escaped(text)), QUOTE, END)
-            if self._ended_by == END:
-                self._buffer = END + self._buffer
+            yield from self._pass_until(lambda text: self._add_arguments(_escaped(text)), self._quote, self._end)
+            if self._ended_by == self._end:
+                self._buffer = self._end + self._buffer
             self._add_arguments('"')
             return ""
         text = yield from self._read_bare()
@@ -130,7 +137,7 @@ class Gemma4Reader(CallReader):
         while self._buffer[0] == '"':
             characters = _JSON_CHARACTERS.match(self._buffer, read)
             assert characters is not None
-            has_end = self._buffer.find(END, max(0, read - len(END)), characters.end() + 1) >= 0
+            has_end = self._buffer.find(self._end, max(0, read - len(self._end)), characters.end() + 1) >= 0
             read = characters.end()
             if has_end:
                 break
@@ -139,11 +146,18 @@ class Gemma4Reader(CallReader):
             yield from self._more()
         pieces: list[str] = []
         while True:
-            places = [place for end in _VALUE_ENDS if (place := self._buffer.find(end)) >= 0]
+            places = [place for end in (*_BRACKETS, self._end) if (place := self._buffer.find(end)) >= 0]
             if places:
                 return "".join([*pieces, self._take(min(places))])
-            pieces.append(self._take(len(self._buffer) - held_back(self._buffer, END)))
+            pieces.append(self._take(len(self._buffer) - held_back(self._buffer, self._end)))
             yield from self._more()
+
+
+class FunctionGemmaReader(Gemma4Reader):
+    """Reads `<start_function_call>call:NAME{key:<escape>text<escape>}<end_function_call>`: FunctionGemma."""
+
+    marks = (FUNCTION_START,)
+    _end, _quote, _after = FUNCTION_END, ESCAPE, (FUNCTION_END, "<start_function_response>")
 
 
 def _bare_to_json(text: str, schema: Mapping[str, Any] | None) -> str:

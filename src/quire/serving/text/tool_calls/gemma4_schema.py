@@ -45,8 +45,8 @@ def _refusal(reason: str, fix: str = "leave it out, or do not require the call")
 class SchemaWriter:
     """Writes one schema, whose rules it adds to `lark` under names that begin with `prefix`."""
 
-    def __init__(self, lark: LarkGrammar, prefix: str, schema: Schema) -> None:
-        self._lark, self._prefix, self._whole = lark, prefix, schema
+    def __init__(self, lark: LarkGrammar, prefix: str, schema: Schema, quote: str = QUOTE) -> None:
+        self._lark, self._prefix, self._whole, self._quote = lark, prefix, schema, quote
         self._num_rules = self._depth = 0
         self._named: dict[str, str] = {}  # rules by what they stand for: references, and values of any kind
 
@@ -123,7 +123,7 @@ class SchemaWriter:
         allowed = [value for value in values if kinds is None or kinds & _kinds_of(value)]
         if not allowed:
             raise _refusal("hold an enum without a value of its type")
-        return self._rule(one_of(self._lark.fixed(_constant(value)) for value in allowed))
+        return self._rule(one_of(self._lark.fixed(_constant(value, self._quote)) for value in allowed))
 
     def _reference(self, target: object, schema: Schema) -> str:
         _only(schema, "$ref")
@@ -162,10 +162,10 @@ class SchemaWriter:
             texts.append(regex_rule(_FORMATS[schema["format"]]))
         if "pattern" in schema:
             texts.append(_pattern(schema["pattern"]))
-        is_token, quote = self._lark.is_special(QUOTE), self._lark.fixed(QUOTE)
+        is_token, quote = self._lark.is_special(self._quote), self._lark.fixed(self._quote)
         if texts and not is_token:
             texts.append(f"~({ANY_TEXT} {quote} {ANY_TEXT})")
-        rest = self._lark.text_until(self._name(), QUOTE, " & ".join(texts) or ANY_TEXT)
+        rest = self._lark.text_until(self._name(), self._quote, " & ".join(texts) or ANY_TEXT)
         return self._rule(f"{quote} {rest}")
 
     def _object(self, schema: Schema) -> str:
@@ -282,17 +282,17 @@ def _kinds_of(value: object) -> set[str]:
     return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
 
 
-def _constant(value: object) -> str:
+def _constant(value: object, quote: str) -> str:
     """Return a value in Gemma's notation."""
     if isinstance(value, str):
-        if QUOTE in value:
-            raise _refusal(f"hold {QUOTE} in a value, which this model cannot write")
-        return f"{QUOTE}{value}{QUOTE}"
+        if quote in value:
+            raise _refusal(f"hold {quote} in a value, which this model cannot write")
+        return f"{quote}{value}{quote}"
     if isinstance(value, Mapping):
         pairs = sorted(value.items(), key=lambda pair: str(pair[0]).lower())
         if not all(isinstance(key, str) and _KEY.fullmatch(key) for key in value):
             raise _refusal("hold a value with a key that this model cannot write", "rename it")
-        return f"{{{','.join(f'{key}:{_constant(one)}' for key, one in pairs)}}}"
+        return f"{{{','.join(f'{key}:{_constant(one, quote)}' for key, one in pairs)}}}"
     if isinstance(value, list):
-        return f"[{','.join(map(_constant, value))}]"
+        return f"[{','.join(_constant(one, quote) for one in value)}]"
     return json.dumps(value)

@@ -276,6 +276,7 @@ def test_ids_differ_and_are_as_the_models_templates_want_them() -> None:
         ("{{ tools }} <|tool_call|>", "granite"),
         ("{{ tools }} <|python_start|>", "pythonic"),
         ("{{ tools }} <|tool_call> <tool_call|>", "gemma4"),
+        ("{{ tools }} <start_function_call>", "functiongemma"),
         ("{{ tools }} <|channel|> <|message|>", "harmony"),
         ("{{ tools }} something else", None),
     ],
