@@ -106,7 +106,8 @@ MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type":
             "torch_dtype": "bfloat16", "vision_feature_layer": -1, "text_config": SMALL_3_1,
             "vision_config": {"head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
                               "intermediate_size": 4096, "model_type": "pixtral", "num_attention_heads": 16,
-                              "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14, "rope_theta": 10000.0}}  # fmt: skip
+                              "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14,
+                              "rope_theta": 10000.0}}  # fmt: skip
 
 DENSE: dict[str, Settings] = {
     "TinyLlama-1.1B": llama(2048, 5632, 22, (32, 4), 32000, max_position_embeddings=2048, rope_scaling=None),
