@@ -90,7 +90,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
     "internlm2": Entry("internlm2", "INTERNLM2", ("InternLM2ForCausalLM",)),
     "seed_oss": Entry("plain", "SEED_OSS", ("SeedOssForCausalLM",), in_gguf=True),
-    "ernie4_5": Entry("plain", "ERNIE4_5", ("Ernie4_5ForCausalLM",), in_gguf=True),
+    "ernie4_5": Entry("plain", "ERNIE4_5", ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), in_gguf=True),
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",), in_gguf=True),
     "gemma": Entry("gemma1", "GEMMA1", ("GemmaForCausalLM",), in_gguf=True),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
