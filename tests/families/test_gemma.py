@@ -126,10 +126,11 @@ def test_a_gemma_3_for_images_too_is_read_for_its_text(old: bool, tmp_path: Path
     text = gemma3().to_dict()  # type: ignore[attr-defined]
     vision = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-        "patch_size": 14,
+        "patch_size": 14, "vision_use_head": False,
     }  # fmt: skip
+    tokens = {"image_token_index": 60, "boi_token_index": 59, "eoi_token_index": 58}
     config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, attn_implementation="eager"
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, attn_implementation="eager", **tokens
     )
     model = randomize(transformers.Gemma3ForConditionalGeneration(config).eval().float())
     model.save_pretrained(tmp_path)
@@ -162,13 +163,20 @@ def test_published_gemma_3_models_for_images_leave_the_usual_sizes_out(tmp_path:
             "hidden_size": 2_560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1_024,
         },
-        "vision_config": {"hidden_size": 1_152},
+        "vision_config": {
+            "hidden_size": 1_152, "image_size": 896, "intermediate_size": 4_304, "model_type": "siglip_vision_model",
+            "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+        },
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(said))
     config = hf_model_config(tmp_path)
-    theirs = transformers.Gemma3Config(text_config=dict(said["text_config"])).text_config
+    whole = transformers.Gemma3Config(text_config=dict(said["text_config"]))
+    theirs, theirs_token = whole.text_config, whole.image_token_id
     assert (config.vocab_size, config.hidden_size, config.num_layers) == (theirs.vocab_size, 2_560, 34)
     assert config.heads == Heads(theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim)
     assert config.windows == tuple(1_024 if kind == "sliding_attention" else None for kind in theirs.layer_types)
     assert (config.rope.kind, dict(config.rope.scaling)["factor"]) == ("linear", 8.0)
     assert config.eos_ids == (1, 106)
+    assert config.vision is not None
+    assert (config.vision.merge, config.vision.grid.unit, config.vision.grid.max_tokens) == (4, 56, 256)
+    assert config.vision.grid.token_id == theirs_token

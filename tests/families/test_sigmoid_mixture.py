@@ -99,6 +99,13 @@ def test_mistral_4_is_published_within_mistral_3(tmp_path: Path) -> None:
     check_parity(tmp_path, attention="auto", model=case.model)
 
 
+def test_published_files_of_hunyuan_list_a_number_for_each_layer(tmp_path: Path) -> None:
+    case = written("hunyuan_v1_moe", tmp_path)
+    each = {"moe_topk": [2, 2, 2], "moe_intermediate_size": [96, 96, 96], "num_shared_expert": [1, 1, 1]}
+    change_config(tmp_path, **each, use_mla=False, use_cla=False, moe_layer_num_skipped=0)
+    check_parity(tmp_path, attention="auto", model=case.model)
+
+
 def test_llama_4_is_read_as_text(tmp_path: Path) -> None:
     case = written("llama4_text", tmp_path)
     nest(tmp_path, "Llama4ForConditionalGeneration", ("vision_model.norm", "multi_modal_projector.linear_1"))
@@ -153,6 +160,12 @@ def test_a_context_is_no_longer_than_attention_is_exact(name: str, key: str, lim
         ("ernie4_5_moe", "use_bias", True),
         ("ernie4_5_moe", "moe_norm_min", 0.5),
         ("ernie4_5_moe", "moe_k", 9),
+        ("hunyuan_v1_moe", "num_experts", [4, 4, 8]),
+        ("hunyuan_v1_moe", "moe_intermediate_size", 64),
+        ("hunyuan_v1_moe", "num_shared_expert", 2),
+        ("hunyuan_v1_moe", "moe_layer_num_skipped", 1),
+        ("hunyuan_v1_moe", "use_cla", True),
+        ("hunyuan_v1_moe", "use_mixed_mlp_moe", False),
         ("llama4_text", "num_experts_per_tok", 2),
         ("llama4_text", "moe_layers", 1),
         ("llama4_text", "layer_types", ["sliding_attention"] * 3),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from family_bench import hf_model
+from packed_models import PACKED
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from tiny_models import greedy_reference
@@ -130,7 +131,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "helium": {"head_dim": 16, "pad_token_id": 0},
     "hunyuan_v1_dense": {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},
+    "internlm2": {},
     "llama": {},
+    "hunyuan_v1_moe": {
+        "head_dim": 16, "num_experts": 4, "moe_topk": 2, "pad_token_id": 0, "eod_token_id": 2,
+    },
     "llama4_text": {
         "head_dim": 16, "intermediate_size_mlp": 96, "intermediate_size": 32, "num_local_experts": 4,
         "no_rope_layers": [1, 0, 1], "moe_layers": [1, 2], "attention_chunk_size": 128, "floor_scale": 128,
@@ -259,10 +264,14 @@ class FamilyCase:
         import transformers
 
         settings = settings_of(self.name, self.changes)
-        config = transformers.AutoConfig.for_model(self.name.partition("-")[0], **settings)
+        kind = self.name.partition("-")[0]
+        source, pack = PACKED.get(kind, (kind, None))
+        config = transformers.AutoConfig.for_model(source, **settings)
         config._attn_implementation = "eager"
         model = hf_model(config)
         model.save_pretrained(self.directory)
+        if pack is not None:
+            pack(self.directory, config)
         return model
 
     def checkpoint(self) -> Checkpoint:

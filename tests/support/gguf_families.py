@@ -306,6 +306,17 @@ def nemotron_h_settings(config: Any) -> dict[str, object]:
     }  # fmt: skip
 
 
+def granite_hybrid_settings(config: Any) -> dict[str, object]:
+    sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
+    kinds = config.layer_types
+    return {
+        **granite_settings(config), **mamba_settings(config, *sizes), "rope.scaling.finetuned": False,
+        "attention.head_count_kv": [config.num_key_value_heads * (kind == "full_attention") for kind in kinds],
+        **(expert_settings(config) if config.num_local_experts else {}),
+        "expert_shared_feed_forward_length": config.shared_intermediate_size,
+    }  # fmt: skip
+
+
 def falcon_h1_settings(config: Any) -> dict[str, object]:
     sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
     return {**decoder_settings(config), **whole_heads(config), **mamba_settings(config, *sizes)}
@@ -370,6 +381,16 @@ LAYOUTS: dict[str, Layout] = {
         "smollm3", llama_settings, in_pairs, {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}
     ),
     "olmo2": Layout("olmo2"),
+    "granitemoehybrid": Layout(
+        "granitehybrid", granite_hybrid_settings,
+        lambda name, values, config: mamba_tensors(name, in_pairs(name, values, config), config),
+        {"mamba_n_groups": 1, "shared_intermediate_size": 64},
+    ),
+    "granitemoehybrid-dense": Layout(
+        "granitehybrid", granite_hybrid_settings,
+        lambda name, values, config: mamba_tensors(name, in_pairs(name, values, config), config),
+        {"mamba_n_groups": 1, "num_local_experts": 0, "shared_intermediate_size": 96},
+    ),
     "nemotron_h": Layout("nemotron_h", nemotron_h_settings, mamba_tensors),
     "falcon_h1": Layout(
         "falcon-h1", falcon_h1_settings, mamba_tensors,
@@ -452,7 +473,10 @@ def family_tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
         if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
             continue
         values, match = layout.turn(name, checkpoint.read(name), case.model.config), _EXPERT.fullmatch(name)
-        if match is None:
+        if name.endswith("shared_expert.input_linear.weight"):  # of Granite
+            for word, part in zip(("gate", "up"), values.chunk(2), strict=True):
+                found[name.replace("input_linear", f"{word}_proj")] = part
+        elif match is None:
             found[name] = values
         else:
             experts.setdefault(f"{match[1]}.{match[3]}".replace("model.layers", _outer(name)), []).append(values)
@@ -460,7 +484,9 @@ def family_tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
     checkpoint.close()
     made = []
     for name, values in found.items():
-        stored_as = names.get_name(_published(name, layout.architecture), try_suffixes=(".weight", ".bias"))
+        stored_as = names.get_name(
+            _published(name, layout.architecture, has_experts=bool(experts)), try_suffixes=(".weight", ".bias")
+        )
         assert stored_as is not None, name
         if kind != "F32" and "gate_inp_shexp" in stored_as:
             values = values.squeeze(0)  # as llama-quantize writes a matrix of one row
@@ -475,9 +501,12 @@ _PUBLISHED = {  # of LFM2
 }  # fmt: skip
 
 
-def _published(name: str, architecture: str) -> str:
+def _published(name: str, architecture: str, *, has_experts: bool) -> str:
     """What the converter's table calls a few tensors."""
     name = name.replace(".dt_bias", ".dt_proj.bias")
+    if architecture == "granitehybrid":
+        name = name.replace("output_linear", "down_proj")
+        name = name if has_experts else name.replace("mlp.shared_expert.", "mlp.")
     if architecture == "falcon-h1":
         name = name.replace(".post_attention_layernorm.", ".pre_ff_layernorm.")
     if architecture == "nemotron_h":

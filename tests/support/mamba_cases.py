@@ -46,8 +46,9 @@ def mamba_case(
     )  # fmt: skip
     segments = [SEGMENTS[at] for at in (0, 1, 2, -1)] if decodes else SEGMENTS
     state = (rand(NUM_SLOTS, sizes.state_numbers + 48) * 0.3)[:, 16:-16]
-    wide = rand(NUM_TOKENS, size + heads).to(dtype)
-    return MambaCase(sizes, weights, rand(NUM_TOKENS, sizes.channels).to(dtype), wide, state, segments)
+    wide, mixed = rand(NUM_TOKENS, size + heads).to(dtype), rand(NUM_TOKENS, sizes.channels)
+    mixed[:, size:] *= sizes.key_dim**-0.25  # products of B and C are about 1, whatever the size of a state
+    return MambaCase(sizes, weights, mixed.to(dtype), wide, state, segments)
 
 
 def scanned(case: MambaCase) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,10 @@ TOWERS: dict[str, dict[str, Any]] = {  # by family
     "qwen2_vl": {"depth": 2, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4, "hidden_size": 64},
     "qwen3_vl": {**QWEN3_TOWER, "deepstack_visual_indexes": [2, 0]},
     "qwen3_vl_moe": {**QWEN3_TOWER, "deepstack_visual_indexes": [1]},
+    "gemma3": {
+        "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 4,
+        "image_size": 32, "vision_use_head": False, "model_type": "siglip_vision_model",
+    },
     "qwen3_5": {**QWEN3_TOWER, "depth": 2},
     "qwen3_5_moe": {**QWEN3_TOWER, "depth": 2},
 }  # fmt: skip
@@ -56,6 +60,10 @@ TEXTS: dict[str, dict[str, Any]] = {  # what their decoders say besides TEXT
     "qwen3_vl": {"head_dim": 16, **IN_TURN},
     "qwen3_vl_moe": {
         "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, **IN_TURN,
+    },
+    "gemma3": {
+        "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": None,
     },
     "qwen3_5": {
         "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
@@ -74,12 +82,19 @@ UNIT = 8  # pixels of a token
 VISION = Vision(ImageGrid(IMAGE, UNIT), 1, 32, 48, 2, patch=4)  # how its images are cut
 
 
+SPECIAL = {
+    "gemma3": {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 16}
+}
+
+
 def vision_model(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> torch.nn.Module:
     """A model of random weights, saved in the folder."""
     import transformers
 
     text = TEXT | TEXTS.get(family, {})
-    config = transformers.AutoConfig.for_model(family, text_config=text, vision_config=TOWERS[family], **TOKENS)
+    config = transformers.AutoConfig.for_model(
+        family, text_config=text, vision_config=TOWERS[family], **SPECIAL.get(family, TOKENS)
+    )
     config._attn_implementation = "eager"
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomize(model, seed).save_pretrained(folder)
@@ -136,7 +151,11 @@ def prompt_of(*parts: Picture | Sequence[int]) -> VisionPrompt:
 def vision_reference(model: torch.nn.Module, prompt: VisionPrompt, count: int) -> tuple[list[int], Tensor]:
     """transformers' greedy tokens, and the logits they came from [count, vocab]."""
     given: dict[str, Any] = {}
-    if prompt.pictures:
+    if prompt.pictures and model.config.model_type == "gemma3":  # type: ignore[union-attr]
+        pixels = torch.stack([each.pixels.permute(2, 0, 1).float() for each in prompt.pictures])
+        given["pixel_values"] = (pixels / 255 - 0.5) / 0.5
+        given["token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in prompt.tokens]])
+    elif prompt.pictures:
         given["pixel_values"] = torch.cat([cut_patches(each.pixels, VISION, torch.float32) for each in prompt.pictures])
         given["image_grid_thw"] = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in shapes(prompt)])
         given["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in prompt.tokens]])

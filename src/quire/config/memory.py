@@ -306,7 +306,8 @@ def _adapters(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) ->
 def _images(model: ModelConfig, scheduler: SchedulerConfig, weight_bytes: int) -> int:
     if model.vision is None or scheduler.images is None:
         return 0
-    return image_bytes(model.vision, scheduler.images, model.hidden_size, weight_bytes)
+    context = (scheduler.max_model_len, max(heads.kv_size for heads in model.all_heads))
+    return image_bytes(model.vision, scheduler.images, model.hidden_size, weight_bytes, context)
 
 
 def _attention(config: EngineConfig, facts: HardwareFacts) -> str:

@@ -82,9 +82,7 @@ def resolve_engine_config(
         preemption=parsed.preemption,
         adapter_slots=0 if parsed.adapters is None else parsed.adapters.slots,
     )
-    images = resolve_images(
-        model.vision, args.limit_mm_per_prompt, args.mm_processor_kwargs, scheduler.max_num_batched_tokens
-    )
+    images = resolve_images(model.vision, args.limit_mm_per_prompt, args.mm_processor_kwargs, scheduler)
     check_media_path(args.allowed_local_media_path, images)
     if images is not None and parsed.recording is not None:
         logger.warning("requests with images are refused while the engine is recorded: recordings hold no images")
@@ -246,6 +244,8 @@ def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConf
     if model.recurrent is not None:
         reason = '"virtual" does not support models with recurrent layers'
         raise ConfigError("kv_layout", reason, 'use "paged"')
+    if config.scheduler.images is not None and config.scheduler.images.grid.is_whole:
+        raise ConfigError("kv_layout", '"virtual" does not support images that see themselves whole', 'use "paged"')
     if config.device.kv_dtype in SCALED_DTYPES:
         reason = f'{config.device.kv_dtype} cannot be read in place, as kv_layout "virtual" does'
         raise ConfigError("kv_cache_dtype", reason, 'use "auto", or kv_layout="paged"')

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config.engine import SchedulerConfig
 
 Channels = tuple[float, float, float]  # one value each for red, green and blue
 
@@ -25,6 +28,12 @@ class ImageGrid:
     unit: int = 28
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
+    fixed: int = 0  # if set: every image is resized to fixed x fixed tokens, whatever its shape
+    is_bilinear: bool = False  # how images are resized; False: bicubic
+    # Tokens of an image see all tokens of the image, so a step computes either all of an image or nothing of it.
+    is_whole: bool = False
+    begin_token: str = ""  # what chat templates write for an image, if that is not the placeholder
+    replacement: str = ""  # what prompts have in place of `begin_token`; contains the placeholder once
 
     @property
     def max_tokens(self) -> int:
@@ -68,6 +77,8 @@ class Vision:
     table_side: int = 0  # of the square table of learned positions, which is stretched over an image; 0: none
     # Blocks whose outputs become further vectors of each token, added to the stream after the decoder's first layers.
     deep: tuple[int, ...] = ()
+    has_axes: bool = True  # positions of image tokens have three axes (`Rope.sections`)
+    norm_eps: float = 1e-6
 
 
 def is_text_only(limit_mm_per_prompt: Mapping[str, Any] | None) -> bool:
@@ -79,10 +90,11 @@ def resolve_images(
     vision: Vision | None,
     limit_mm_per_prompt: Mapping[str, Any] | None,
     mm_processor_kwargs: Mapping[str, Any] | None,
-    max_encoded_tokens: int,
+    scheduler: SchedulerConfig,
 ) -> ImageLimits | None:
     """Return the limits of images, from vLLM's settings for them; None: the engine accepts no images. Raises
     ConfigError."""
+    max_encoded_tokens = scheduler.max_num_batched_tokens
     given = {"limit_mm_per_prompt": limit_mm_per_prompt, "mm_processor_kwargs": mm_processor_kwargs}
     known = {"limit_mm_per_prompt": ("image",), "mm_processor_kwargs": ("min_pixels", "max_pixels")}
     for name, values in given.items():
@@ -100,25 +112,39 @@ def resolve_images(
     if vision is None:
         return None
     grid, pixels = vision.grid, dict(mm_processor_kwargs or {})
+    if pixels and grid.fixed:
+        side = grid.fixed * grid.unit
+        raise ConfigError(
+            "mm_processor_kwargs", f"images of this model always have {side} x {side} pixels", "leave it out"
+        )
     grid = replace(grid, **pixels)
     least = FEWEST_TOKENS * grid.unit**2
     if not least <= grid.min_pixels <= grid.max_pixels <= vision.grid.max_pixels:
         reason = f"min_pixels is {grid.min_pixels} and max_pixels {grid.max_pixels}"
         fix = f"choose {least} <= min_pixels <= max_pixels <= {vision.grid.max_pixels}"
         raise ConfigError("mm_processor_kwargs", reason, fix)
+    needed = grid.max_tokens + scheduler.max_num_seqs
+    if grid.is_whole and max_encoded_tokens < needed:
+        reason = f"is {max_encoded_tokens}, too few for an image ({grid.max_tokens} tokens) besides all sequences"
+        raise ConfigError("max_num_batched_tokens", reason, f"set at least {needed}, or lower max_num_seqs")
     most = dict(limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
     return ImageLimits(grid, most, max_encoded_tokens, 2 * max_encoded_tokens)
 
 
-def image_bytes(vision: Vision, limits: ImageLimits, hidden_size: int, weight_bytes: int) -> int:
-    """Return the bytes that encoding the largest image takes, plus those of the cached image vectors."""
+def image_bytes(
+    vision: Vision, limits: ImageLimits, hidden_size: int, weight_bytes: int, context: tuple[int, int]
+) -> int:
+    """Return the bytes that encoding the largest image takes, plus those of the cached image vectors. `context`: the
+    longest sequence, and the elements of a layer's key, for images whose tokens see the whole image."""
     inner, size = vision.intermediate_size, vision.hidden_size
     numbers = 8 * size + 3 * inner + 3 * vision.frames * vision.patch**2
     largest = limits.grid.max_tokens * vision.merge**2
     floats = 6 * size + 3 * vision.frames * vision.patch**2  # rotated queries and keys, and pixels, in float32
     floats += 3 * size if vision.table_side else 0  # stretched positions
+    seen = 3 * context[0] * context[1] * weight_bytes if vision.grid.is_whole else 0  # gathered keys and values
     kept = limits.max_kept_tokens + limits.grid.max_tokens
-    return largest * (numbers * weight_bytes + floats * 4) + kept * hidden_size * (1 + len(vision.deep)) * weight_bytes
+    vectors = kept * hidden_size * (1 + len(vision.deep)) * weight_bytes
+    return max(largest * (numbers * weight_bytes + floats * 4), seen) + vectors
 
 
 def check_media_path(path: str | None, images: ImageLimits | None) -> None:

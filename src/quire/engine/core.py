@@ -118,6 +118,7 @@ class EngineCore:
         has_text, num_pinned = self._tools.vocabulary is not None, self.pins.num_reserved
         limit = check_request(request, cache, config, vocab_size, has_text=has_text, num_pinned=num_pinned)
         group = make_group(request, self._ordinal, limit, self._next_handle, vocab_size, config.seed)
+        group.has_whole_images = config.images is not None and config.images.grid.is_whole
         group.arrival = self._clock()
         if request.source is not None:
             group.origin = find_origin(request, self._groups, self._scheduler.rows)

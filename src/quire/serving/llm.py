@@ -20,6 +20,7 @@ from quire.serving.requests import (
     Message,
     Prompt,
     PromptLike,
+    chat_prompt,
     check_priorities,
     is_conversation,
     pair_beams,
@@ -293,7 +294,7 @@ class LLM(OfflineModel):
         taken = [(each, ()) if taker is None else taker.take(each) for each in conversations]
         options["takes_images"] = taker is not None
         texts = self._templates.render([messages for messages, _ in taken], template, variables, **options)
-        return [Prompt(text=text, images=images) for text, (_, images) in zip(texts, taken, strict=True)]
+        return [chat_prompt(taker, text, images) for text, (_, images) in zip(texts, taken, strict=True)]
 
     def _pair(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int

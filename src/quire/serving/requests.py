@@ -21,6 +21,7 @@ from quire.types.sampling import SamplingParams, TokenRules
 
 if TYPE_CHECKING:
     from quire.serving.vision.image_reader import ImageReader
+    from quire.serving.vision.messages import ImageTaker
 
 
 class TextPrompt(TypedDict):
@@ -56,6 +57,11 @@ class Prompt:
     cache_salt: str = ""
     images: tuple[PromptImage, ...] = ()  # one for each placeholder, in order
     pictures: tuple[object, ...] = ()  # the same as PIL images, not yet preprocessed
+
+
+def chat_prompt(taker: ImageTaker | None, text: str, images: tuple[PromptImage, ...]) -> Prompt:
+    """Return the prompt of a rendered conversation. `taker`: read its images; None: the model takes none."""
+    return Prompt(text=taker.with_replacements(text) if taker is not None and images else text, images=images)
 
 
 def read_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
@@ -290,11 +296,23 @@ class RequestMaker:
 
     def tokenize(self, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[tuple[int, ...]]:
         """Return the token ids of every prompt. Prompts that are token ids are returned unchanged."""
-        texts = [prompt.text for prompt in prompts if prompt.token_ids is None and prompt.text is not None]
+        texts = [
+            self._with_replacements(prompt.text) if prompt.pictures else prompt.text
+            for prompt in prompts
+            if prompt.token_ids is None and prompt.text is not None
+        ]
         if texts and self._tokenizer is None:
             raise InvalidRequest("prompts", "are text, but there is no tokenizer", "pass token ids")
         encoded = iter(self._tokenizer.encode_batch(texts, add_special_tokens) if self._tokenizer and texts else ())
         return [tuple(next(encoded)) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
+
+    def _with_replacements(self, text: str) -> str:
+        """Return a prompt of `multi_modal_data` as the model was trained on it."""
+        if self.images is None:
+            return text
+        from quire.serving.vision.image_reader import with_replacements  # imported late, like `place_images`
+
+        return with_replacements(text, self.images.limits.grid)
 
     def rules(self, params: SamplingParams, *, check: bool = True) -> TokenRules:
         """Return the token rules of a request: its stop tokens, bad words and grammar as token ids of this vocabulary.

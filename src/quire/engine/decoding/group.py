@@ -127,9 +127,9 @@ class Sequence:
 
     def image_begun_at(self, num_tokens: int) -> int | None:
         """Return the start of an image of which the first `num_tokens` tokens contain too few tokens to identify it by
-        its key. A prefix hit must end before such an image. None if there is none."""
+        its key, or not all that its tokens see. A prefix hit must end before such an image. None if there is none."""
         for image in self.group.request.images:
-            if image.start < num_tokens < image.start + FEWEST_TOKENS:
+            if image.start < num_tokens < (image.end if self.group.has_whole_images else image.start + FEWEST_TOKENS):
                 return image.start
         return None
 
@@ -236,6 +236,7 @@ class Group:
     slot_wait_since: float | None = None  # when it began to wait for an adapter slot
     # Its chunks until the first token comes from the adapter slot: their blocks are not shared before. None: they are.
     held_chunks: list[tuple[Sequence, Chunk]] | None = None
+    has_whole_images: bool = False  # a prefix hit ends inside no image of its prompt, because tokens see all of it
     num_known: int = 0  # the first tokens, which other requests had too: the state after them is kept
     num_prompt: int = field(init=False)
     num_reusable: int = field(init=False)  # the first tokens, which may come from the prefix cache

@@ -3,7 +3,10 @@ window blocks and the state that it needs there exist. Also updates a hit that a
 
 from __future__ import annotations
 
-from quire.engine.decoding.group import Hit
+from collections.abc import Callable
+from typing import Any
+
+from quire.engine.decoding.group import Hit, Sequence
 from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
 
@@ -24,6 +27,33 @@ class _Path:
         return node.blocks[index - node.start]
 
 
+def outside_images(sequence: Sequence, match: Match, again: Callable[..., Match], *given: Any) -> Match:
+    """Return a match, or if it may not end where it does in an image of the sequence, the longest before that image.
+    `again` returns the match of at most so many tokens, which it takes after `given`."""
+    if sequence.group.request.images:
+        while (inside := sequence.image_begun_at(match.num_tokens)) is not None:
+            match = again(*given, inside)
+    return match
+
+
+def tokens_outside_images(sequence: Sequence, count: int, again: Callable[[int], int]) -> int:
+    """`outside_images` for a number of tokens."""
+    if sequence.group.request.images:
+        while (inside := sequence.image_begun_at(count)) is not None:
+            count = again(inside)
+    return count
+
+
+def cut_for(tree: PrefixTree, match: Match, sequence: Sequence) -> Match:
+    """Like `cut_back`, to a position where a hit of the sequence may end."""
+
+    def again(most: int) -> Match:
+        count = most // tree.block_size
+        return cut_back(tree, Match(match.node, count, count * tree.block_size))
+
+    return outside_images(sequence, cut_back(tree, match), again)
+
+
 def cut_back(tree: PrefixTree, match: Match) -> Match:
     """Cut a match back to the last whole block after which a request can continue: one that has the side blocks needed
     there."""
@@ -33,6 +63,12 @@ def cut_back(tree: PrefixTree, match: Match) -> Match:
     assert isinstance(pool, GroupedPool)
     count = pool.longest_resumable(_Path(node), match.num_blocks)
     return Match(node, count, count * tree.block_size)
+
+
+def cut_again_for(tree: PrefixTree, hit: Hit, sequence: Sequence) -> Match:
+    """Like `cut_again`, to a position where a hit of the sequence may end."""
+    found = cut_again(tree, hit)
+    return cut_for(tree, found, sequence) if sequence.group.request.images else found
 
 
 def num_read(pool: GroupedPool, match: Match) -> int:

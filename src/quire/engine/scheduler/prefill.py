@@ -12,6 +12,7 @@ from quire.engine.scheduler.adapter_host import READING
 from quire.engine.scheduler.adapter_slots import NO_SLOT
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import NEAR
+from quire.types.images import PromptImage
 from quire.types.step import Chunk
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ class Prefill:
         if count > builder.budget:
             count = chunk_size(count, builder.budget, self._budget, alone=not scheduler.num_decoding)
         if group.request.images:
+            if group.has_whole_images:
+                count = _to_edge(group.request.images, start, count, builder.budget)
             count = self._encode_images(builder, sequence, start, count)
             if not count:
                 return True  # its next image waits for a later step
@@ -296,6 +299,15 @@ def tokens_for_waiting(
             break
         held += owed
     return min(held, budget)
+
+
+def _to_edge(images: Iterable[PromptImage], start: int, count: int, left: int) -> int:
+    """Return how many tokens from `start` on a step computes instead of `count`, so that it cuts no image: the image at
+    the end is computed too if at most `left` tokens allow, or else left to a later step."""
+    for image in images:
+        if image.start < start + count < image.end:
+            return image.end - start if image.end - start <= left else image.start - start
+    return count
 
 
 def chunk_size(owed: int, left: int, budget: int, *, alone: bool) -> int:

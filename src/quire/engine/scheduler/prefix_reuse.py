@@ -15,7 +15,7 @@ from quire.engine.kvcache.run_history import name_for, sources_of, why_missed
 from quire.engine.kvcache.tiers.base import NoTiers, RemoteLookup, SwapBlocks, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.block_filler import make_filler
-from quire.engine.scheduler.kept_hits import cut_again, cut_back
+from quire.engine.scheduler.kept_hits import cut_again_for, cut_for, outside_images, tokens_outside_images
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import FilePrefetch
 from quire.engine.scheduler.publishing import LiveSuffixIndex, Publisher
@@ -37,7 +37,7 @@ class PrefixReuse:
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
-        self._cut = cut_back if isinstance(pool, GroupedPool) else None
+        self._cut = cut_for if isinstance(pool, GroupedPool) else None
         self._filler = make_filler(pool, tree, block_size)
         self._publisher = Publisher(pool, tree, tiers, rows, block_size)
         self._in_progress = self._publisher.in_progress
@@ -67,14 +67,14 @@ class PrefixReuse:
         if hit is None or not hit.is_held(tree, group.cache_root):
             return self._look(tree, group)
         if self._cut is not None and hit.version != self._pool.version:
-            hit = group.hit = hit._replace(match=cut_again(tree, hit), version=self._pool.version)
+            hit = group.hit = hit._replace(match=cut_again_for(tree, hit, group.live[0]), version=self._pool.version)
         return hit.match
 
     def _look(self, tree: PrefixTree, group: Group) -> Match:
         match = whole = self._match(tree, group.live[0], self._leader_limit(group))
         version = NO_VERSION
         if self._cut is not None:
-            match, version = self._cut(tree, whole), self._pool.version
+            match, version = self._cut(tree, whole, group.live[0]), self._pool.version
         node, num_blocks, _, _, _ = whole
         changes = 0 if node is None else node.changes
         group.hit = tuple.__new__(Hit, (match, changes, self._plan, whole, version))
@@ -139,8 +139,7 @@ class PrefixReuse:
         match, publisher.next_owner = tree.match(salt, tokens, limit), None
         while match.num_tokens < limit and publisher.publish_at(match, tokens, limit):
             match = tree.match(salt, tokens, limit)
-        inside = sequence.image_begun_at(match.num_tokens) if group.request.images else None
-        return match if inside is None else tree.match(salt, tokens, inside)
+        return outside_images(sequence, match, tree.match, salt, tokens) if group.request.images else match
 
     def _query(self, sequence: Sequence, limit: int) -> TierQuery:
         return TierQuery(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.num_swapped)
@@ -231,14 +230,14 @@ class PrefixReuse:
             for sequence, limit in limits.items()
         }
         if self._cut is not None and tree is not None:
-            matches = {sequence: self._cut(tree, match) for sequence, match in matches.items()}
+            matches = {sequence: self._cut(tree, match, sequence) for sequence, match in matches.items()}
         found = {}
         for sequence, match in matches.items():  # after all matches: publishing for them may change the tiers
             limit, hit = limits[sequence], TierHit(match.num_tokens)
             limit = limit if self.reads_cache(sequence.group) else min(limit, sequence.num_swapped)
             if limit > match.num_tokens:
                 hit = self._tiers.find(match, self._query(sequence, limit))
-                if (inside := sequence.image_begun_at(hit.num_tokens)) is not None:
+                while (inside := sequence.image_begun_at(hit.num_tokens)) is not None:
                     hit = self._tiers.find(match, self._query(sequence, max(inside, match.num_tokens)))
             found[sequence] = match, hit
         return found
@@ -249,8 +248,9 @@ class PrefixReuse:
         self._fill_from_tree(sequence, match)
         table, origin = sequence.table, sequence.group.origin
         if origin is not None and self.shares_memory and origin.table.num_cached <= len(table.blocks):
-            shared = self._num_shared(sequence.group, origin, builder)
-            shared = self._pool.resumable_tokens(origin.table.blocks, shared)
+            blocks, resumable = origin.table.blocks, self._pool.resumable_tokens
+            most = resumable(blocks, self._num_shared(sequence.group, origin, builder))
+            shared = tokens_outside_images(sequence, most, lambda count: resumable(blocks, count))
             if shared > max(hit.num_tokens, table.num_tokens):
                 table.borrow(origin.table, shared)
         for slot in (*reversed(hit.slots), *(side.slot for side in hit.sides)):  # the last of a chain is evicted first

@@ -18,6 +18,7 @@ from quire.runtime.layers.row_writer import RowSymbol, Untraceable
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.texts import TextAttention, Texts
+from quire.runtime.layers.whole_images import see_whole_images
 
 if TYPE_CHECKING:
     from quire.runtime.layers.builder import LayerBuilder
@@ -83,7 +84,7 @@ class Attention(nn.Module):
         if self._lends:
             step.memo[_LENT, self._layer] = key, value
         attended: Tensor = step.backend.attend(query, key, value, cache, step.attention_of(cache), self.rule)
-        return attended
+        return self._with_images(attended, query, step)
 
     def _by_triton(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None, change: Tensor | None) -> Tensor:
         """Add the change, norm, rotate and write the cache in one launch, then attend."""
@@ -110,6 +111,12 @@ class Attention(nn.Module):
         by_head, stored = qkv.view(len(qkv), -1, heads.dim), 0 if self._borrows else heads.num_kv
         query, key, value = torch.split(by_head, [heads.num_query, stored, stored], dim=1)
         attended: Tensor = step.backend.attend(query, key, value, cache, plan, self.rule)
+        return self._with_images(attended, query, step)
+
+    def _with_images(self, attended: Tensor, query: Tensor, step: ForwardStep) -> Tensor:
+        """Let the images of the step see the whole of themselves."""
+        if step.features is not None and step.features.blocks:
+            see_whole_images(attended, query, step.features.blocks, step.caches[self._layer], self.rule)
         return attended
 
     def _trace_program(self, qkv: Symbol, step: ForwardStep, norm: HeadNorm | None) -> Symbol:
@@ -128,7 +135,15 @@ class Attention(nn.Module):
         if not self._borrows:
             writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim, cache=scaled)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
-        return writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule, cache=scaled)
+        found = writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule, cache=scaled)
+        if step.features is not None and step.features.blocks:
+            writer.call(self._call_with_images, (qkv, found), 1)
+        return found
+
+    def _call_with_images(self, qkv: Tensor, attended: Tensor, given: ForwardStep) -> Tensor:
+        """Run inside a program as a Python call. A call must return a tensor; this one is not used."""
+        query = qkv[:, : self._heads.query_size].view(len(qkv), -1, self._heads.dim)
+        return self._with_images(attended, query, given)[:, :1]
 
     def _trace_phase(self, qkv: RowSymbol, step: ForwardStep, norm: HeadNorm | None) -> RowSymbol:
         """Append the attention phase to the row kernel that is being traced."""

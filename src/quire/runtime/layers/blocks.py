@@ -19,9 +19,11 @@ from quire.runtime.layers.adapted import ActiveAdapters
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.row_programs import CudaRowKernel, RowKernel, RowPrograms
 from quire.runtime.layers.row_writer import RowSymbol, Untraceable
-from quire.runtime.layers.step import BESIDE, ForwardStep
+from quire.runtime.layers.step import BESIDE, Features, ForwardStep
 from quire.runtime.layers.stream import Stream, Value
 from quire.runtime.layers.taps import LayerTaps
+
+_PLAIN = (0, False)  # see `_kind`
 
 
 class Absent(nn.Module):
@@ -45,7 +47,7 @@ class Blocks(nn.ModuleList):
         self._beside = config.num_layers * config.per_layer_input
         self.adapters: ActiveAdapters | None = None  # the step's LoRA adapters, read by linear layers
         self._taps: LayerTaps | None = None  # reads the stream between blocks
-        self._programs: dict[tuple[int, int], Program] = {}  # by the number of blocks, and of deep features
+        self._programs: dict[tuple[int, int, bool], Program] = {}  # by the number of blocks, and `_kind` of features
         self._row_programs: RowPrograms | None = None  # None until `trace_row`: one-row steps run layer by layer
         self._caches: tuple[LayerCache, ...] = ()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (key, value) of these caches
@@ -72,26 +74,31 @@ class Blocks(nn.ModuleList):
             return self._run_program(x, step)
         if self.adapters is not None:
             self.adapters.begin(step.adapters)
-        num_deep = _num_deep(step)
-        if not num_deep and self._row_programs is not None and self._row_programs.run(x, step, self._trace_phases):
+        is_plain = _kind(step.features) == _PLAIN
+        if is_plain and self._row_programs is not None and self._row_programs.run(x, step, self._trace_phases):
             return x
-        return cast("Tensor", self._run_layers(x, step, num_deep))
+        return cast("Tensor", self._run_layers(x, step))
 
     def trace(
-        self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None, num_deep: int = 0
+        self,
+        caches: tuple[LayerCache, ...],
+        dtype: torch.dtype,
+        num_layers: int | None = None,
+        features: Features | None = None,
     ) -> Program:
         """Return the program of the first `num_layers` layers for caches of this layout, tracing it once. dtype: of the
-        stream. `num_deep`: layers after which the step adds deep features of images."""
-        count = len(self.own[:num_layers])
-        if (count, num_deep) not in self._programs:
+        stream. `features`: of a step that the program is for."""
+        kind = (len(self.own[:num_layers]), *_kind(features))
+        if kind not in self._programs:
             if self.adapters is not None:
                 self.adapters.trace()
             writer, nothing = ProgramWriter(dtype, self._width), torch.empty(0, dtype=torch.int64)
             step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
+            step = replace(step, features=features)
             if self._beside:
                 step.memo[BESIDE] = writer.beside(self._beside)
-            self._programs[count, num_deep] = writer.finish(self._run_layers(writer.stream, step, num_deep))
-        return self._programs[count, num_deep]
+            self._programs[kind] = writer.finish(self._run_layers(writer.stream, step))
+        return self._programs[kind]
 
     def trace_row(
         self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None
@@ -115,7 +122,8 @@ class Blocks(nn.ModuleList):
             self.adapters.begin(None)
         return self._run_layers(x, step)
 
-    def _run_layers(self, x: Value, step: ForwardStep, num_deep: int = 0) -> Value:
+    def _run_layers(self, x: Value, step: ForwardStep) -> Value:
+        num_deep, _ = _kind(step.features)
         is_triton = not isinstance(x, RowSymbol) and getattr(step.backend, "kernels", None) == "triton"
         rows = step.attention.rows if is_triton else None
         stream = Stream(x, rows, step.memo.get(BESIDE), self.adapters, leaves_pending=is_triton)
@@ -137,7 +145,7 @@ class Blocks(nn.ModuleList):
             self._taps.take(layer, stream.settle(), step)
 
     def _run_program(self, x: Tensor, step: ForwardStep) -> Tensor:
-        program = self.trace(step.caches, x.dtype, step.num_layers, _num_deep(step))
+        program = self.trace(step.caches, x.dtype, step.num_layers, step.features)
         if self._caches is not step.caches:
             self._caches, self._pairs = step.caches, [(cache.key, cache.value) for cache in step.caches]
         plan: NativePlan = step.attention
@@ -151,9 +159,10 @@ class Blocks(nn.ModuleList):
         return program.run(x, given if step.adapters is None else replace(given, adapters=_adapter_slots(step)))
 
 
-def _num_deep(step: ForwardStep) -> int:
-    """Return after how many layers deep features of images are added."""
-    return 0 if step.features is None else len(step.features.deep)
+def _kind(features: Features | None) -> tuple[int, bool]:
+    """Return what of a step's image features changes the operations of its layers: after how many layers deep features
+    are added, and whether images see the whole of themselves."""
+    return _PLAIN if features is None else (len(features.deep), bool(features.blocks))
 
 
 def _add_deep(layer: int, x: Value, step: ForwardStep) -> None:

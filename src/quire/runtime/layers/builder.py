@@ -160,9 +160,12 @@ class LayerBuilder:
         layer.reduces = reduces and layer.reduces
         return layer
 
-    def whole_linear(self, name: str, inputs: int, outputs: int) -> Linear:
-        """Build a linear layer with a bias that is whole on every rank and never quantized."""
-        return Linear(inputs, {name: outputs}, True, self._table_product, self.placement)
+    def whole_linear(
+        self, name: str | tuple[str, ...], inputs: int, outputs: int, *, bias: bool = True, transposed: bool = False
+    ) -> Linear:
+        """Build a linear layer that is whole on every rank and never quantized. `outputs`: of each of several parts."""
+        names, stored = (name,) if isinstance(name, str) else name, Stored(transposed=transposed)
+        return Linear(inputs, dict.fromkeys(names, outputs), bias, self._table_product, self.placement, stored)
 
     def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int, *, bias: bool = False) -> Linear:
         """Build a convolution over non-overlapping patches, as one gemm per patch. Never quantized."""

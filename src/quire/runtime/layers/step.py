@@ -38,13 +38,25 @@ class StateStep:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageBlock:
+    """An image that the step computes whole: batch tokens begin .. begin + num_tokens have the positions start .. in
+    one sequence."""
+
+    begin: int
+    start: int
+    num_tokens: int
+    tables: tuple[Tensor, ...]  # for each block table: the sequence's blocks, int64, cover start + num_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Features:
     """The vision tower's output for images: vectors that replace token embeddings. `deep`: further vectors that are
-    added to the stream, deep[i] after layer i."""
+    added to the stream, deep[i] after layer i. `blocks`: the images whose tokens see all tokens of their image."""
 
     places: Tensor  # [features], int64: indices of the tokens in the batch
     vectors: Tensor  # [features, hidden]
     deep: tuple[Tensor, ...] = ()  # each [features, hidden]
+    blocks: tuple[ImageBlock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

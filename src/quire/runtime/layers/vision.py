@@ -105,17 +105,20 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Par
 
 
 class VisionAttention(nn.Module):
-    """Attention of patches with 2D rotary positions, its qkv gemm and its output gemm."""
+    """Attention of patches, with 2D rotary positions unless `rotation` is None, its qkv gemm and its output gemm.
+    `names`: of the query, key and value matrices in checkpoints, or of the matrix of all three, and of the output."""
 
-    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
+    def __init__(self, vision: Vision, build: LayerBuilder, names: Sequence[str] = ("qkv", "proj")) -> None:
         super().__init__()
         size, self._heads = vision.hidden_size, vision.num_heads
-        self.qkv = build.whole_linear("qkv", size, 3 * size)
-        self.proj = build.whole_linear("proj", size, size)
+        *qkv, out = names
+        self.qkv = build.whole_linear(tuple(qkv), size, 3 * size // len(qkv))
+        self.proj = build.whole_linear(out, size, size)
 
-    def forward(self, x: Tensor, rotation: Tensor, parts: Sequence[Part]) -> Tensor:  # x: [patches, size]
+    def forward(self, x: Tensor, rotation: Tensor | None, parts: Sequence[Part]) -> Tensor:  # x: [patches, size]
         query, key, value = self.qkv(x).view(len(x), 3, self._heads, -1).unbind(1)
-        query, key = rotate_patches(query, rotation), rotate_patches(key, rotation)
+        if rotation is not None:
+            query, key = rotate_patches(query, rotation), rotate_patches(key, rotation)
         found: Tensor = self.proj(attend_within(query, key, value, parts))
         return found
 

@@ -87,13 +87,13 @@ class BaseModel(nn.Module):
         embedding, blocks, _, _ = self._parts
         step.memo.clear()  # left from an earlier pass over the same step
         found = embedding(step.token_ids) if vectors is None else vectors
-        if step.features is not None:
-            found.index_copy_(0, step.features.places, step.features.vectors)
         if isinstance(embedding, ReceivedStream):  # an earlier pipeline stage has embedded the tokens
             if (beside := embedding.beside(len(found))) is not None:
                 step.memo[BESIDE] = beside
         else:
             found = self.embed(found, step)
+        if step.features is not None:  # not scaled like embeddings
+            found.index_copy_(0, step.features.places, step.features.vectors)
         hidden: Tensor = blocks(found, step)
         return hidden
 

@@ -132,7 +132,7 @@ def is_unread(config: ModelConfig, name: str) -> bool:
     (d2t)."""
     if config.eagle is not None and name == "d2t":
         return config.eagle.vocab_size == config.vocab_size
-    if config.vision is None and name.startswith("visual."):
+    if config.vision is None and name.startswith(("visual.", "vision_tower.")):
         return True
     found = config.kv_layers and _OWN_KEYS.fullmatch(name)
     layer = int(found[1]) if found else -1

@@ -18,9 +18,10 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import PostNormed, Projected, Stream, Value
-from quire.runtime.models import gguf_config
+from quire.runtime.layers.vision import VisionTower
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily, text_model_name
+from quire.runtime.models.family import Family, text_model_name
+from quire.runtime.models.gguf_gemma import GGUF2, GGUF3
 from quire.runtime.models.hf_config import (
     FULL,
     GATED,
@@ -33,6 +34,7 @@ from quire.runtime.models.hf_config import (
     refuse_bidirectional,
 )
 from quire.runtime.models.hf_rope import read_local_rope, read_rope
+from quire.runtime.models.siglip import TOWER_NAMES, SiglipTower, read_siglip
 
 NORM_OFFSET = 1.0
 USUAL_GEMMA3 = {
@@ -76,6 +78,12 @@ class Gemma(Decoder):
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(replace(config, embedding_scale=build.rounded(config.embedding_scale)), build)
+        vision, size = config.vision, config.hidden_size
+        self.vision_tower = None if vision is None else SiglipTower(vision, size, build)
+
+    @property
+    def tower(self) -> VisionTower | None:
+        return self.vision_tower
 
 
 def read_gemma2(config: Fields) -> ModelConfig:
@@ -91,11 +99,16 @@ def read_gemma3(config: Fields) -> ModelConfig:
     every = config.integer("sliding_window_pattern", 6, least=1)
     windows = read_windows(config, read_window(config, 4_096), lambda layer: (layer + 1) % every != 0)
     length = config.integer("max_position_embeddings", 131_072)
-    return read_gemma(
+    numbers = read_gemma(
         config, "gemma3_text", 131_072, windows=windows, qk_norm=True,
         rope=read_rope(config, length, theta=1_000_000.0, layer_type=FULL),
         local_rope=read_local_rope(config, length, SLIDING),
     )  # fmt: skip
+    if config.raw("vision_config") is None:
+        return numbers
+    if numbers.attention_softcap is not None:
+        raise config.refuse("attn_logit_softcapping", "is not supported in models for images")
+    return replace(numbers, vision=read_siglip(config))
 
 
 def read_gemma(
@@ -115,46 +128,14 @@ def read_gemma(
     )  # fmt: skip
 
 
-def gguf_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
-    caps = (fields.number("attn_logit_softcapping", 50.0), fields.number(gguf_config.LOGIT_CAP, 30.0))
-    config = replace(config, attention_softcap=caps[0], logit_softcap=caps[1])
-    return _finish_gguf(fields, config, every=2, deepest=46)
-
-
-def gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
-    local, cap = gguf_config.read_local_rope(fields, config), fields.optional_number(gguf_config.LOGIT_CAP)
-    config = replace(config, qk_norm=True, local_rope=local, logit_softcap=cap)
-    return _finish_gguf(fields, config, every=6, deepest=62)
-
-
-def _finish_gguf(fields: Fields, config: ModelConfig, *, every: int, deepest: int) -> ModelConfig:
-    """Set what GGUF files omit. `deepest`: the number of layers of the family's largest model, the only one that does
-    not scale scores by the head size."""
-    windows = gguf_config.read_windows(fields, every, usual=4_096)
-    size = config.hidden_size // config.heads.num_query if config.num_layers == deepest else config.heads.dim
-    return replace(
-        config, windows=windows, attention_scale=size**-0.5, activation="gelu_tanh",
-        embedding_scale=config.hidden_size**0.5,
-    )  # fmt: skip
-
-
 def rename(name: str) -> str | None:
-    """Ignore the vision tower."""
-    return text_model_name(name, ("vision_tower.", "multi_modal_projector."))
+    """Normalize the names of several versions of transformers."""
+    outer = name.removeprefix("model.")
+    for old, new in TOWER_NAMES.items():
+        if outer.startswith(old):
+            return new + outer.removeprefix(old)
+    return text_model_name(name, ())
 
 
-GEMMA_INNER = GGUF_INNER | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_GGUF2 = GgufFamily(
-    inner=GEMMA_INNER, norm_offset=NORM_OFFSET, read=gguf_gemma2,
-    settings=frozenset({"attn_logit_softcapping", gguf_config.LOGIT_CAP, gguf_config.WINDOW, gguf_config.PATTERN}),
-)  # fmt: skip
-_GGUF3 = replace(
-    _GGUF2, read=gguf_gemma3, settings=_GGUF2.settings - {"attn_logit_softcapping"} | {gguf_config.LOCAL_THETA}
-)
-
-GEMMA2 = Family(name="gemma2", build=Gemma, read=read_gemma2, gguf=_GGUF2)
-GEMMA3 = Family(name="gemma3_text", build=Gemma, read=read_gemma3, rename=rename, nested="text_config", gguf=_GGUF3)
+GEMMA2 = Family(name="gemma2", build=Gemma, read=read_gemma2, gguf=GGUF2)
+GEMMA3 = Family(name="gemma3_text", build=Gemma, read=read_gemma3, rename=rename, nested="text_config", gguf=GGUF3)

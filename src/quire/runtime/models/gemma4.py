@@ -18,7 +18,8 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Projected, Stream, Value
 from quire.runtime.models import gguf_config
 from quire.runtime.models.family import GGUF_OUTER, STACKED, Family, GgufFamily, text_model_name, with_module_path
-from quire.runtime.models.gemma import GEMMA_INNER, Gemma, GemmaBlock, read_gemma
+from quire.runtime.models.gemma import Gemma, GemmaBlock, read_gemma
+from quire.runtime.models.gguf_gemma import GEMMA_INNER
 from quire.runtime.models.hf_config import (
     FULL,
     SLIDING,

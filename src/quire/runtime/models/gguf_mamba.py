@@ -1,4 +1,4 @@
-"""GGUF files with Mamba-2 layers: Nemotron-H and Falcon-H1.
+"""GGUF files with Mamba-2 layers: Granite 4 H, Nemotron-H and Falcon-H1.
 
 Files store the decay as -exp(A_log), norms by group, and convolutions as matrices. Those of Falcon-H1 hold weights that
 are already multiplied by the model's factors; its models with a norm behind the scan are refused, because files do not
@@ -11,19 +11,21 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
 from quire.config.recurrent import Mamba, Recurrent
 from quire.runtime.models import gguf_config
-from quire.runtime.models.family import GGUF_INNER, GgufFamily
+from quire.runtime.models.family import GGUF_EXPERTS, GGUF_INNER, GgufFamily
 from quire.runtime.models.gguf_layout import Rearranged
 from quire.runtime.models.hf_config import check_recurrent
 
 _GROUPS, _HEADS, _STATE = "ssm.group_count", "ssm.time_step_rank", "ssm.state_size"
 _INNER, _WIDTH = "ssm.inner_size", "ssm.conv_kernel"
 _KEYS = (_GROUPS, _HEADS, _STATE, _INNER, _WIDTH)
+_ROTATED = "rope.scaling.finetuned"
 _KV_HEADS, _MLP_SIZE = "attention.head_count_kv", "feed_forward_length"
 
 
@@ -47,6 +49,23 @@ def read_falcon_h1(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(
         config, recurrent=replace(_read_recurrent(fields, range(config.num_layers), mamba), beside_attention=True)
     )
+
+
+def read_granite(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """Layers without key/value heads are recurrent. Only files of Bamba, which are refused, have rotary positions."""
+    if fields.flag(_ROTATED, False):
+        raise fields.refuse(_ROTATED, "hybrid models with rotary positions are not supported")
+    if fields.integer(_GROUPS) != 1:
+        raise fields.refuse(_GROUPS, f"must be 1, is {fields.integer(_GROUPS)}")
+    heads, experts = fields.integers(_KV_HEADS, config.num_layers), None
+    if fields.integer(gguf_config.EXPERTS[0], 0):
+        shared = fields.integer(gguf_config.SHARED_SIZE, least=1)
+        experts = gguf_config.read_experts(fields, config.intermediate_size, shared_size=shared)
+    layers = tuple(layer for layer, count in enumerate(heads) if not count)
+    return replace(
+        gguf_config.read_scales(fields, config), experts=experts, layers_without_rope=tuple(range(config.num_layers)),
+        recurrent=_read_recurrent(fields, layers, Mamba(1)) if layers else None,
+    )  # fmt: skip
 
 
 def _read_recurrent(fields: Fields, layers: Collection[int], mamba: Mamba) -> Recurrent:
@@ -85,6 +104,21 @@ def rearrange(config: ModelConfig, names: Collection[str], *, path: str) -> dict
     return found
 
 
+def rearrange_granite(config: ModelConfig, names: Collection[str]) -> dict[str, Rearranged]:
+    """Describe the shared MLPs too: checkpoints store gate and up in one matrix."""
+    found, hidden = rearrange(config, names, path="mamba"), config.hidden_size
+    size = config.intermediate_size if config.experts is None else config.experts.shared_size
+    for layer in range(config.num_layers):
+        own = f"model.layers.{layer}.{_SHARED}"
+        parts = {f"{own}.{word}_proj.weight": (size, hidden) for word in ("gate", "up")}
+        found[f"{own}.input_linear.weight"] = Rearranged(parts, (2 * size, hidden), restore=_join)
+    return found
+
+
+def _join(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat((gate.float(), up.float()))
+
+
 def _log_of_minus(rate: Tensor) -> Tensor:
     return rate.float().flatten().neg().log()
 
@@ -102,6 +136,22 @@ def _names(path: str) -> dict[str, str]:
 
 
 _MIXER = {name: path.replace("self_attn.", "mixer.") for name, path in GGUF_INNER.items() if name != "ffn_norm"}
+_SHARED = "mlp.shared_expert"
+_GRANITE_NAMES = (
+    GGUF_INNER
+    | GGUF_EXPERTS
+    | _names("mamba")
+    | {
+        f"ffn_{word}{kind}": f"{_SHARED}.{path}"
+        for word, path in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "output_linear"))
+        for kind in ("", "_shexp")
+    }
+)
+GRANITE = GgufFamily(
+    inner=_GRANITE_NAMES, has_pairs=True,
+    settings=frozenset({*_KEYS, *gguf_config.EXPERTS, gguf_config.SHARED_SIZE}) | gguf_config.SCALES,
+    read=read_granite, whole=gguf_config.heads_where_present, rearrange=rearrange_granite,
+)  # fmt: skip
 NEMOTRON_H = GgufFamily(
     inner=_MIXER | _names("mixer") | {"attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"},
     settings=frozenset(_KEYS), read=read_nemotron_h, whole=one_mlp_size,

@@ -47,7 +47,7 @@ def read_decoder(
         "architecture": name,
         "vocab_size": config.integer("vocab_size"),
         "hidden_size": config.integer("hidden_size"),
-        "intermediate_size": config.integer("intermediate_size"),
+        "intermediate_size": fields.pop("intermediate_size", None) or config.integer("intermediate_size"),
         "num_layers": config.integer("num_hidden_layers"),
         "heads": fields.pop("heads", None) or read_heads(config, num_kv_heads, head_dim),
         "rope": fields.pop("rope", None) or read_rope(config, max_position),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -15,7 +16,8 @@ from quire.runtime.models.hf_config import refuse_other
 MROPE = ("mrope_section", "mrope_interleaved")  # rope parameters about the axes of positions
 PREPROCESSOR, PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json", "image_processor"
 _IMAGE_TOKEN = 151_655  # the default of config.json
-_BICUBIC, _RESCALE = 3, 1 / 255
+BILINEAR, _BICUBIC, _RESCALE = 2, 3, 1 / 255
+HALF: Channels = (0.5, 0.5, 0.5)
 _MOST_TOKENS = 16_384  # of an image, the most of any published model
 _TOWER_THETA = 10_000.0  # of the towers' rotary positions
 _SIZES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}  # keys of `size`; the edges are pixel counts too
@@ -129,7 +131,7 @@ def _read_tower(config: Fields, tower: Fields, usual: tuple[int, int, int, int],
     if not 0 <= token_id < config.integer("vocab_size"):
         raise config.refuse("image_token_id", f"is {token_id}, which is no token of the vocabulary")
     grid = ImageGrid(token_id, unit, *_read_pixels(image, unit))
-    mean, std = _read_channels(image, "image_mean", USUAL_MEAN), _read_channels(image, "image_std", USUAL_STD)
+    mean, std = read_channels(image, "image_mean", USUAL_MEAN), read_channels(image, "image_std", USUAL_STD)
     return Vision(grid, depth, size, inner, heads, patch, merge, frames, mean=mean, std=std)
 
 
@@ -154,8 +156,14 @@ def _read_blocks(tower: Fields, key: str, usual: tuple[int, ...]) -> tuple[int, 
 
 def _read_images(config: Fields, patch: int, merge: int, frames: int) -> Fields:
     """Return the preprocessing settings; refuse those that this implementation does not follow."""
-    image = _find_images(config)
+    image = find_images(config)
     usual = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames, "resample": _BICUBIC}
+    refuse_prepared(image, usual)
+    return image
+
+
+def refuse_prepared(image: Fields, usual: Mapping[str, int]) -> None:
+    """Refuse preprocessing that this implementation does not follow. `usual`: settings with one supported value."""
     for key, value in usual.items():
         if image.integer(key, value) != value:
             raise image.refuse(key, f"is {image.raw(key)}, only {value} is supported")
@@ -164,10 +172,9 @@ def _read_images(config: Fields, patch: int, merge: int, frames: int) -> Fields:
             raise image.refuse(key, "only true is supported")
     if abs(image.number("rescale_factor", _RESCALE) - _RESCALE) > 1e-9:
         raise image.refuse("rescale_factor", "only 1 / 255 is supported")
-    return image
 
 
-def _find_images(config: Fields) -> Fields:
+def find_images(config: Fields) -> Fields:
     """Find the preprocessing settings. transformers 5 stores them in processor_config.json and reads that first."""
     path = Path(config.file).with_name(PROCESSOR)
     nested = read_json(path).get(_NESTED) if path.is_file() else None
@@ -193,7 +200,7 @@ def _read_pixels(image: Fields, unit: int) -> tuple[int, int]:
     return max(least, FEWEST_TOKENS * unit**2), max(most, FEWEST_TOKENS * unit**2)
 
 
-def _read_channels(image: Fields, key: str, usual: Channels) -> Channels:
+def read_channels(image: Fields, key: str, usual: Channels) -> Channels:
     given = image.raw(key)
     if given is None:
         return usual

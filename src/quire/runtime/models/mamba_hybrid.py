@@ -15,6 +15,7 @@ from quire.runtime.layers.builder import GATED, LayerBuilder
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Stream
+from quire.runtime.models import gguf_mamba
 from quire.runtime.models.decoder import Decoder, read_granite
 from quire.runtime.models.family import Family
 from quire.runtime.models.granite_moe import JOINED, OUT, STACKED, read_experts, rename_granitemoe
@@ -127,5 +128,6 @@ def rename_granite(name: str) -> str:
 
 BAMBA = Family(name="bamba", build=MambaHybrid, read=read_bamba, rename=rename)
 GRANITEMOEHYBRID = Family(
-    name="granitemoehybrid", build=GraniteHybrid, read=read_granitemoehybrid, rename=rename_granite, stacked=STACKED
-)
+    name="granitemoehybrid", build=GraniteHybrid, read=read_granitemoehybrid, rename=rename_granite, stacked=STACKED,
+    gguf=gguf_mamba.GRANITE,
+)  # fmt: skip

@@ -59,7 +59,9 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         in_gguf=True,
         gguf_name="qwen35moe",
     ),
-    "granitemoehybrid": Entry("mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",)),
+    "granitemoehybrid": Entry(
+        "mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",), in_gguf=True, gguf_name="granitehybrid"
+    ),
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
     "nemotron_h": Entry("nemotron_h", "NEMOTRON_H", ("NemotronHForCausalLM",), in_gguf=True),
     "falcon_h1": Entry("falcon_h1", "FALCON_H1", ("FalconH1ForCausalLM",), in_gguf=True, gguf_name="falcon-h1"),
@@ -86,8 +88,9 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "hunyuan_v1_dense": Entry(
         "hunyuan", "HUNYUAN", ("HunYuanDenseV1ForCausalLM",), in_gguf=True, gguf_name="hunyuan-dense"
     ),
+    "internlm2": Entry("internlm2", "INTERNLM2", ("InternLM2ForCausalLM",)),
     "seed_oss": Entry("plain", "SEED_OSS", ("SeedOssForCausalLM",), in_gguf=True),
-    "ernie4_5": Entry("plain", "ERNIE4_5", ("Ernie4_5ForCausalLM",), in_gguf=True),
+    "ernie4_5": Entry("plain", "ERNIE4_5", ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), in_gguf=True),
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",), in_gguf=True),
     "gemma": Entry("gemma1", "GEMMA1", ("GemmaForCausalLM",), in_gguf=True),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
@@ -117,6 +120,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         gguf_name="deepseek2",
         gguf_sigmoids=True,
     ),
+    "hunyuan_v1_moe": Entry("hunyuan_moe", "HUNYUAN_MOE", ("HunYuanMoEV1ForCausalLM",)),
     "llama4_text": Entry("llama4", "LLAMA4", ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")),
     "ernie4_5_moe": Entry(
         "ernie_moe", "ERNIE4_5_MOE", ("Ernie4_5_MoeForCausalLM",), in_gguf=True, gguf_name="ernie4_5-moe"

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from quire.config.vision import Vision
-from quire.runtime.layers.step import Features
+from quire.runtime.layers.step import Features, ImageBlock
 from quire.runtime.layers.vision import VisionTower
 from quire.runtime.sampling.samples import Longs
 from quire.runtime.transfer import Uploader
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
-from quire.types.step import NewRow, StepPlan
+from quire.types.step import Chunk, NewRow, StepPlan
 
 NUM_AXES = 3  # time, height, width
 
@@ -31,9 +31,12 @@ class ImageRows:
     """
 
     def __init__(
-        self, tower: VisionTower, vision: Vision, num_rows: int, capacity: int, device: torch.device, uploader: Uploader
-    ) -> None:
+        self, tower: VisionTower, vision: Vision, num_rows: int, capacity: int, device: torch.device,
+        uploader: Uploader, tables: tuple[Tensor, ...] = (), block_size: int = 1,
+    ) -> None:  # fmt: skip
+        """`tables`: all block tables [rows, blocks]."""
         self._tower, self._vision, self._capacity, self._uploader = tower, vision, capacity, uploader
+        self._tables, self._block_size = tables, block_size
         self.shifts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._host_shifts: Longs = np.zeros(num_rows, dtype=np.int64)  # position minus index of tokens after the prompt
         self._axes: dict[int, Longs] = {}  # by row: positions [3, tokens] up to the end of its last image
@@ -42,6 +45,11 @@ class ImageRows:
         self._vectors: OrderedDict[bytes, Tensor] = OrderedDict()  # by image key, in the order of last use
         self.num_encoded = 0  # images encoded so far
 
+    @property
+    def has_axes(self) -> bool:
+        """Whether positions of image tokens have three axes."""
+        return self._vision.has_axes
+
     # ------------------------------------------------------------------------------------------------------ rows
     def place(self, news: Sequence[NewRow]) -> None:
         """Store the images of new rows, and their position shifts on the device."""
@@ -49,9 +57,9 @@ class ImageRows:
         for new in news:
             self._forget(new.row)
             if new.images:
-                self._axes[new.row], shift = axes_of(new.images)
                 self._images[new.row] = new.images
-                self._host_shifts[new.row] = shift
+            if new.images and self._vision.has_axes:
+                self._axes[new.row], self._host_shifts[new.row] = axes_of(new.images)
         if changed:
             rows = np.array([new.row for new in changed], dtype=np.int64)
             where, shifts = self._uploader.upload(rows, self._host_shifts[rows])
@@ -97,6 +105,7 @@ class ImageRows:
         if not self._images:
             return None
         places, vectors, begin = [], [], len(plan.decode_rows)
+        blocks: list[ImageBlock] = []
         for chunk in plan.chunks:
             end = chunk.start + chunk.num_tokens
             images = self._images.get(chunk.row, ())
@@ -106,6 +115,8 @@ class ImageRows:
                     self._begun[chunk.row] = image.key
                     places.append(np.arange(first, last, dtype=np.int64) + (begin - chunk.start))
                     vectors.append(self._vectors_of(image)[first - image.start : last - image.start])
+                    if self._vision.grid.is_whole:
+                        blocks.append(self._block_of(chunk, image, begin))
             if images:
                 self._images[chunk.row] = rest = tuple(image for image in images if image.end > end)
                 if not rest or rest[0].start >= end:
@@ -116,7 +127,15 @@ class ImageRows:
         if not places:
             return None
         own, *deep = torch.cat(vectors).chunk(1 + len(self._vision.deep), dim=1)
-        return Features(self._uploader.upload(np.concatenate(places))[0], own, tuple(deep))
+        return Features(self._uploader.upload(np.concatenate(places))[0], own, tuple(deep), tuple(blocks))
+
+    def _block_of(self, chunk: Chunk, image: PromptImage, begin: int) -> ImageBlock:
+        """Return where an image is that a chunk computes whole. `begin`: the chunk's first token in the batch."""
+        assert chunk.start <= image.start
+        assert image.end <= chunk.start + chunk.num_tokens
+        count = -(-image.end // self._block_size)
+        tables = tuple(table[chunk.row, :count].long() for table in self._tables)
+        return ImageBlock(begin + image.start - chunk.start, image.start, image.num_tokens, tables)
 
     def _vectors_of(self, image: PromptImage) -> Tensor:  # [tokens, hidden * (1 + deep)]
         found = self._vectors.get(image.key)
@@ -140,7 +159,8 @@ class ImageRows:
 
     def check(self) -> None:
         """Waits for the device."""
-        assert self._begun.keys() <= self._images.keys() <= self._axes.keys()
+        assert self._begun.keys() <= self._images.keys()
+        assert self._images.keys() <= self._axes.keys() or not self._vision.has_axes
         rows = np.array(sorted(self._axes), dtype=np.int64)
         assert (self.shifts.cpu().numpy()[rows] == self._host_shifts[rows]).all()
 

@@ -20,7 +20,7 @@ from quire.runtime.parallel.group import RankGroup
 from quire.runtime.parallel.ranks import Ranks
 from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.worker.adapters import RowAdapters
-from quire.runtime.worker.batch import BatchBuilder
+from quire.runtime.worker.batch import BatchBuilder, tables_of
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.host_batch import HostBatchBuilder
 from quire.runtime.worker.images import ImageRows
@@ -94,15 +94,16 @@ def make_parts(
         )
     if isinstance(cache, VirtualCache):
         virtual = VirtualRows(*row_shape[:4], cache.ranges)
-        images = _make_images(model, model_config, config, virtual)
-        mapped = VirtualBatchBuilder(virtual, cache, backend, images, adapters)
+        images = _make_images(model, model_config, config, virtual, ())
+        mapped = VirtualBatchBuilder(virtual, cache, backend, _with_axes(images), adapters)
         return WorkerParts(virtual, cache, mapped, PlainForward(model), NoGraphs(), images=images)
     if backend.kernels == "native":
         model.trace(cache.layers)
     rows = Rows(*row_shape)
-    states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
+    states = _make_states(cache, rows)
+    images = _make_images(model, model_config, config, rows, tables_of(rows, cache))
     make_builder = HostBatchBuilder if device.type == "cpu" else BatchBuilder
-    batches = make_builder(rows, cache, backend, states, images, adapters)
+    batches = make_builder(rows, cache, backend, states, _with_axes(images), adapters)
     return WorkerParts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
 
 
@@ -110,12 +111,19 @@ def _make_states(cache: KVCache, rows: Rows) -> RowStates | None:
     return RowStates(cache.states, rows.num_rows, rows.uploader) if cache.states else None
 
 
-def _make_images(model: Model, model_config: ModelConfig, config: EngineConfig, rows: Rows) -> ImageRows | None:
+def _with_axes(images: ImageRows | None) -> ImageRows | None:
+    """Return what steps need to know of images to place tokens; None if these have plain positions."""
+    return images if images is not None and images.has_axes else None
+
+
+def _make_images(
+    model: Model, model_config: ModelConfig, config: EngineConfig, rows: Rows, tables: tuple[torch.Tensor, ...]
+) -> ImageRows | None:
     tower, vision, limits = model.tower, model_config.vision, config.scheduler.images
     if tower is None or vision is None:
         return None
     kept = 0 if limits is None else limits.max_kept_tokens
-    return ImageRows(tower, vision, rows.num_rows, kept, rows.device, rows.uploader)
+    return ImageRows(tower, vision, rows.num_rows, kept, rows.device, rows.uploader, tables, rows.block_size)
 
 
 def _make_cache(backend: Any, model_config: ModelConfig, config: EngineConfig, row_shape: RowShape) -> KVCache:
@@ -161,8 +169,10 @@ def _device_parts(
     rows, scheduler = DeviceRows(*row_shape), config.scheduler
     most = scheduler.num_rows if config.speculation is None else scheduler.num_samples  # decode attention tokens
     backend.reserve(cache.of_tables, most, scratch_tokens(model_config, config))
-    states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
-    shared = DeviceParts(rows, cache, backend, SharedPrefixes(rows, backend), states, images, adapters)
+    states = _make_states(cache, rows)
+    images = _make_images(model, model_config, config, rows, tables_of(rows, cache))
+    placed = _with_axes(images)
+    shared = DeviceParts(rows, cache, backend, SharedPrefixes(rows, backend), states, placed, adapters)
     on_gpu, group = rows.device.type == "cuda", ranks.tensor
     is_captured, is_stage = model.is_static and (group.in_graphs or not on_gpu), ranks.place.config.pipeline > 1
     if config.device.enforce_eager or not is_captured:
@@ -181,15 +191,16 @@ def _device_parts(
     elif choice is None:
         return WorkerParts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
     else:
-        has_programs = images is None and not is_stage
+        has_programs = placed is None and not is_stage
         graphs = DecodeGraphs(model, shared, *choice, capture, vocabulary, has_programs=has_programs)
     agree, alone = partial(_agree, group, rows.device), group.size == 1 and not is_stage
     ready = partial(prepare, batches, forward, graphs, agree, alone=alone, shared=shared.shared)
-    has_short = config.speculation is not None and states is None and images is None and not is_stage
+    has_short = config.speculation is not None and states is None and placed is None and not is_stage
     if not has_short or not isinstance(graphs, DecodeGraphs) or choice is None:
         return WorkerParts(rows, cache, batches, forward, graphs, ready, states, images)
     short = ShortGraphs(model, shared, *choice, capture, vocabulary, most=most)
-    return WorkerParts(rows, cache, batches, forward, AllGraphs(graphs, short), partial(ready, short=short))
+    both = AllGraphs(graphs, short)
+    return WorkerParts(rows, cache, batches, forward, both, partial(ready, short=short), images=images)
 
 
 def _agree(group: RankGroup, device: torch.device, answer: bool) -> bool:

@@ -109,7 +109,8 @@ class ImageReader:
 
     def _resized(self, field: str, library: Any, image: Any) -> PromptImage:
         height, width = fitting_size(image.height, image.width, self.limits.grid, field)
-        pixels = image.resize((width, height), library.Resampling.BICUBIC).tobytes()
+        how = library.Resampling.BILINEAR if self.limits.grid.is_bilinear else library.Resampling.BICUBIC
+        pixels = image.resize((width, height), how).tobytes()
         rows, columns = height // self.limits.grid.unit, width // self.limits.grid.unit
         return PromptImage(0, rows, columns, pixels, image_key(rows, columns, pixels))
 
@@ -123,7 +124,9 @@ class ImageReader:
 
 def fitting_size(height: int, width: int, grid: ImageGrid, field: str = "images") -> tuple[int, int]:
     """Return the (height, width) to which an image is resized: multiples of the unit, about the same aspect ratio,
-    within the model's limits. Raises InvalidRequest."""
+    within the model's limits; of some models always the same. Raises InvalidRequest."""
+    if grid.fixed:
+        return grid.fixed * grid.unit, grid.fixed * grid.unit
     if max(height, width) > MAX_RATIO * min(height, width):
         reason = f"is {width} x {height}: one side is more than {MAX_RATIO} times the other"
         raise InvalidRequest(field, reason, "cut it")
@@ -166,6 +169,12 @@ def _as_rgb(image: Any) -> Any:
     if image.mode in _GREY_16:  # Pillow would clip values above 255
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def with_replacements(text: str, grid: ImageGrid) -> str:
+    """Return a prompt with images in the form that the model was trained on: some models have more around an image than
+    their chat template writes."""
+    return text.replace(grid.begin_token, grid.replacement) if grid.begin_token else text
 
 
 def place_images(

@@ -13,7 +13,7 @@ import torch
 
 from quire.config.vision import ImageGrid, ImageLimits, Vision
 from quire.runtime.layers.vision import cut_patches
-from quire.serving.vision.image_reader import ImageBudget, ImageReader, fitting_size, place_images
+from quire.serving.vision.image_reader import ImageBudget, ImageReader, fitting_size, place_images, with_replacements
 from quire.types.errors import InvalidRequest
 from quire.types.images import MAX_PIXEL_BYTES, PromptImage
 
@@ -77,6 +77,24 @@ def test_patches_of_another_size_and_scale_are_those_of_transformers() -> None:
     pixels = torch.frombuffer(bytearray(found.pixels), dtype=torch.uint8).view(32 * found.rows, 32 * found.columns, 3)
     patches = cut_patches(pixels, Vision(grid, 1, 32, 48, 2, patch=16, mean=half, std=half), torch.float32)
     torch.testing.assert_close(patches, wanted["pixel_values"].float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [(300, 200), (40, 4_000), (896, 896)])
+def test_images_of_one_size_are_those_of_gemma_3(size: tuple[int, int]) -> None:
+    processing = pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
+    image = noise(*size)
+    wanted = processing.Gemma3ImageProcessorPil(size={"height": 896, "width": 896})(images=[image], return_tensors="pt")
+    grid = ImageGrid(9, 56, 896**2, 896**2, fixed=16, is_bilinear=True, is_whole=True)
+    found = ImageReader(ImageLimits(grid)).prepare("image", image)
+    assert (found.rows, found.columns) == (16, 16)
+    pixels = torch.frombuffer(bytearray(found.pixels), dtype=torch.uint8).view(896, 896, 3).permute(2, 0, 1)
+    torch.testing.assert_close(pixels / 127.5 - 1, wanted["pixel_values"][0].float(), rtol=0, atol=2e-6)
+
+
+def test_a_prompt_has_more_around_an_image_than_the_template_writes() -> None:
+    grid = ImageGrid(9, begin_token="<begin>", replacement="\n<begin><holder><end>\n")
+    assert with_replacements("a\n<begin>b<begin>", grid) == "a\n\n<begin><holder><end>\nb\n<begin><holder><end>\n"
+    assert with_replacements("a<begin>", ImageGrid(9)) == "a<begin>"
 
 
 @pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("JPEG", {}), ("WEBP", {"lossless": True})])

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import UnsupportedParameter
-from quire.serving.requests import Prompt
+from quire.serving.requests import Prompt, chat_prompt
 from quire.serving.text.chat_messages import IMAGE_PARTS
 from quire.types.images import PromptImage
 
@@ -42,7 +42,7 @@ def render_prompt(service: Service, given: dict[str, Any], tools: Sequence[dict[
     else:
         messages, images = taker.take(given["messages"])
     text = render_messages(service, {**given, "messages": messages}, tools, takes_images=True)
-    return Prompt(text=text, images=images)
+    return chat_prompt(taker, text, images)
 
 
 def with_placeholders(service: Service, tokens: Sequence[int], images: Sequence[PromptImage]) -> tuple[int, ...]:

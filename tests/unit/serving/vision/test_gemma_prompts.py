@@ -1,0 +1,55 @@
+"""Gemma 3 offline: its chat template writes one token for an image, and the prompt has the whole sequence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from tiny_served import _write_tokenizer
+
+Image = pytest.importorskip("PIL.Image")
+SPECIAL = ("<end>", "<start_of_image>", "<image_soft_token>", "<end_of_image>")
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<start_of_image>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+SETTINGS: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "threads": 1, "num_kv_blocks": 64}
+
+
+def write_model(folder: Path) -> Path:
+    backend = _write_tokenizer(folder, *SPECIAL)
+    text = {
+        "vocab_size": backend.get_vocab_size(), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+        "sliding_window": 16,
+    }  # fmt: skip
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "patch_size": 4, "image_size": 16, "vision_use_head": False,
+    }  # fmt: skip
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
+        "vision_config": vision, "mm_tokens_per_image": 4, "torch_dtype": "float32",
+        "image_token_index": backend.token_to_id("<image_soft_token>"),
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"eos_token": "<end>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_chat_and_generate_give_an_image_the_same_tokens(tmp_path: Path) -> None:
+    image, greedy = Image.new("RGB", (40, 24), (200, 10, 10)), SamplingParams(temperature=0.0, max_tokens=4)
+    parts = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "what?"}]
+    with LLM(write_model(tmp_path), **SETTINGS) as made:
+        (chat,) = made.chat([{"role": "user", "content": parts}], greedy)
+        given: Any = {"prompt": "<start_of_image>what?", "multi_modal_data": {"image": image}}
+        (plain,) = made.generate(given, greedy)
+        placeholders = "<image_soft_token>" * 4
+        wanted = made.tokenizer.encode(f"\n\n<start_of_image>{placeholders}<end_of_image>\n\nwhat?", False)
+    assert list(plain.prompt_token_ids or ()) == list(chat.prompt_token_ids or ()) == list(wanted)
+    assert plain.outputs[0].token_ids == chat.outputs[0].token_ids
