@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.runtime.loading.mapping import Bytes
-from quire.runtime.loading.threads import threads_for
+from quire.runtime.threads import threads_for
 from quire.types.errors import ModelLoadError
 
 UsedPart = Callable[[Tensor], Tensor]  # returns the part of a tensor that is used

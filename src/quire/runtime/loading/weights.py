@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from quire.runtime.layers.weights import weight_layers
-from quire.runtime.loading.threads import threads_for
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.registry import find_family
+from quire.runtime.threads import threads_for
 from quire.runtime.torch_import import load_meta_kernels
 from quire.types.errors import ModelLoadError
 

@@ -28,8 +28,11 @@ from quire.runtime.sampling.transforms.repeats import Dry, NoRepeatNgram
 from quire.runtime.sampling.transforms.repetition import RepetitionPenalty
 from quire.runtime.sampling.transforms.transform import Step, Transform
 from quire.runtime.sampling.validation import check_ids
+from quire.runtime.threads import threads_for
 from quire.runtime.transfer import Pending
 from quire.types.step import Candidates, Ints, NewRow, RowLogprobs
+
+_FEW_VALUES = 1 << 18  # up to here a transform runs on one thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,8 @@ class Sampler:
             self.choice.mask(logits, samples.masks, batch.choice, samples)
         step = Step(samples, history, self._num_prompt)
         for transform, part in batch.transforms:
-            transform.apply(logits, part, step)
+            with threads_for(len(part.host_positions) * logits.shape[1], _FEW_VALUES):
+                transform.apply(logits, part, step)
         candidates, logprobs = NO_CANDIDATES, NO_LOGPROBS
         if batch.candidates is not None:
             candidates = self._candidates(logits, batch.candidates, samples)

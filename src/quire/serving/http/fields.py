@@ -246,7 +246,7 @@ EXTRA_SAMPLING = (
     Field("dry_sequence_breakers", Texts("stop_strings", "stop_characters"),
           'A token that contains one of these texts ends repetitions. Default: `"\\n"`, `":"`, `"\""`, `"*"`.'),
     Field("no_repeat_ngram_size", Whole(0, MAX_NGRAM), "No sequence of this many tokens may occur twice in prompt and "
-          "answer; 0 is off.", 0),
+          "answer, unless no other token is left; 0 is off.", 0),
 )  # fmt: skip
 FOREIGN_SAMPLING = (
     *EXTRA_SAMPLING,

@@ -136,6 +136,16 @@ def test_both_ways_to_find_repetitions_find_the_same() -> None:
             assert by_steps[0].tolist() == [min(place + 1, most) for place in range(width - 1)]
 
 
+def test_no_repeat_ngram_size_bans_nothing_where_no_other_token_is_left() -> None:
+    news = [new_row(row, prompt=[1, 2, 1], extra={"no_repeat_ngram_size": 2}) for row in range(2)]
+    logits = torch.full((2, VOCAB), float("-inf"))
+    logits[:, 2] = 3.0
+    logits[1, 5] = 1.0
+    changed = transform_rows(NoRepeatNgram(ROWS, CPU), logits, news)
+    assert torch.equal(changed[0], logits[0])
+    assert changed[1].isfinite().nonzero().flatten().tolist() == [5]
+
+
 def test_typical_p_and_no_repeat_ngram_size_are_those_of_transformers() -> None:
     rng, logits = random.Random(5), torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(5)) * 3
     prompts = [[rng.randrange(3) for _ in range(12)] for _ in range(4)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.runtime.sampling.choice import row_failures
 from quire.runtime.sampling.sampler import asks_for_more
+from quire.runtime.sampling.transforms.logit_bias import LogitBias
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Masks, NewRow
@@ -342,3 +343,17 @@ def test_a_row_that_only_chooses_keeps_nothing_of_the_row_before_it() -> None:
     bench.sampler.remove(0)
     bench.sampler.remove(0)
     bench.sampler.check()
+
+
+def test_a_transform_of_few_rows_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(LogitBias, "apply", lambda *_: used.append(torch.get_num_threads()))
+    bench, before = Bench(VOCAB), torch.get_num_threads()
+    bench.add(new_row(0, prompt=[1], logit_bias={3: 1.0}))
+    try:
+        torch.set_num_threads(2)
+        bench.tokens(random_logits(1, 1), [0])
+        assert used == [1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -11,7 +11,7 @@ from quire.runtime.loading.gguf.codebook_quants import CODEBOOK_DECODERS
 from quire.runtime.loading.gguf.k_quants import K_DECODERS
 from quire.runtime.loading.gguf.simple_quants import SIMPLE_DECODERS
 from quire.runtime.loading.gguf.types import GgmlType
-from quire.runtime.loading.threads import threads_for
+from quire.runtime.threads import threads_for
 
 Decoder = Callable[[Tensor, Tensor], None]  # blocks [n, block bytes] uint8 -> out [n, block values] float32
 

@@ -135,7 +135,7 @@ class Dry:
 
 class NoRepeatNgram:
     """no_repeat_ngram_size: bans every token that would complete a sequence of this many tokens that prompt and output
-    already have."""
+    already have, unless no other token is left, as under a grammar that demands the repetition."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.members = Members(num_rows)
@@ -160,4 +160,6 @@ class NoRepeatNgram:
             bans.scatter_reduce_(1, tokens.clamp(min=0), banned.float(), "amax")
             where = part.positions[window.lines]
             mine = logits.index_select(0, where)
-            logits.index_copy_(0, where, mine.masked_fill_(bans > 0, float("-inf")))
+            others = mine.masked_fill(bans > 0, float("-inf"))
+            is_left = others.amax(dim=-1, keepdim=True) > float("-inf")
+            logits.index_copy_(0, where, torch.where(is_left, others, mine))

@@ -11,11 +11,11 @@ SMALL_TENSOR = 1 << 23  # up to here barriers cost more than threads gain, much 
 
 
 @contextmanager
-def threads_for(num_values: int) -> Iterator[None]:
-    """Within the context, torch uses one thread if there are at most SMALL_TENSOR values. Restores the thread count
+def threads_for(num_values: int, most: int = SMALL_TENSOR) -> Iterator[None]:
+    """Within the context, torch uses one thread if there are at most `most` values. Restores the thread count
     afterwards."""
     before = torch.get_num_threads()
-    if num_values <= SMALL_TENSOR:
+    if num_values <= most:
         torch.set_num_threads(1)
     try:
         yield
