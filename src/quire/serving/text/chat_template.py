@@ -108,7 +108,7 @@ class ChatTemplate:
                 return False
             return True
 
-        probe = [asked, called]
+        probe: list[Message] = [asked, called]
         return not can_render(probe) and can_render(arguments_as_text(probe))
 
     def render(
