@@ -42,6 +42,8 @@ def read_decoder(
 
     `max_position`: transformers' default for `max_position_embeddings`.
     """
+    if not config.flag("is_causal", True):
+        raise config.refuse("is_causal", "attention to later tokens is not supported", fix="supported: true")
     max_position = config.integer("max_position_embeddings", max_position)
     numbers: dict[str, Any] = {
         "architecture": name,

@@ -8,6 +8,7 @@ from quire.runtime.models.hf_config import check_experts, read_groups, refuse_ot
 
 _DENSE, _SPARSE = "dense", "sparse"  # values of `mlp_layer_types`
 _GROUPS = ("n_group", "topk_group")
+_METHOD = "noaux_tc"  # of ranking experts: by sigmoids and a learned bias
 
 
 def read_qwen_experts(config: Fields, size: int) -> Experts:
@@ -33,8 +34,9 @@ def read_sigmoid_experts(
 ) -> Experts:  # fmt: skip
     """Read experts that are ranked by sigmoids and a learned bias, perhaps in groups. `usual`: the defaults; `num` and
     `shared`: the keys of the number of experts and of shared experts (None: there are none)."""
-    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        refuse_other(config, key, value)
+    if config.raw("scoring_func") != _METHOD:  # dots.llm1 names the method there
+        refuse_other(config, "scoring_func", "sigmoid")
+    refuse_other(config, "topk_method", _METHOD)
     size = config.integer("moe_intermediate_size", usual.size)
     experts = Experts(
         num=config.integer(num, usual.num or None),

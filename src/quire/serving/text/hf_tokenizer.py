@@ -34,10 +34,9 @@ def build_hf_tokenizer(directory: Path) -> tuple[Tokenizer, SpecialTokens]:
     model_config = _read_json(directory / "config.json")
     if bos is None:
         bos = next(_ids(model_config, "bos_token_id", directory / "config.json"), None)
-    ends = [
-        *_ids(_read_json(directory / "generation_config.json"), "eos_token_id", directory / "generation_config.json")
-    ]
-    ends += [eos] if eos is not None else []
+    ends = [eos] if eos is not None else []  # first, because templates write the first one as eos_token
+    path = directory / "generation_config.json"
+    ends += _ids(_read_json(path), "eos_token_id", path)
     ends = ends or [*_ids(model_config, "eos_token_id", directory / "config.json")]
     return tokenizer, SpecialTokens(bos, tuple(dict.fromkeys(ends)), _chat_template(directory, config))
 

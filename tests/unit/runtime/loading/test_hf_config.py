@@ -250,3 +250,16 @@ def test_what_transformers_saves_is_what_is_read(tmp_path: Path, name: str, tied
     assert config.heads == Heads(4, 2, getattr(saved, "head_dim", None) or 16)
     assert (config.rope.theta, config.rope.kind, config.rope.max_position) == (1e6, "yarn", 64)
     assert (config.tie_word_embeddings, config.dtype, config.eos_ids) == (tied, "float16", (2,))
+
+
+def test_a_text_model_has_the_dtype_and_the_ends_of_the_whole_model(tmp_path: Path) -> None:
+    inner = {key: item for key, item in LLAMA.items() if key not in ("architectures", "torch_dtype")}
+    inner |= {"head_dim": 8, "eos_token_id": None, "dtype": None}
+    changes = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner, "eos_token_id": [1, 96]}
+    config = read(tmp_path, changes)
+    assert (config.dtype, config.eos_ids) == ("bfloat16", (1, 96))
+
+
+def test_a_decoder_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="is_causal.*attention to later tokens is not supported"):
+        read(tmp_path, {"is_causal": False})

@@ -14,11 +14,13 @@ from quire.runtime.layers.rotary import frequencies
 from quire.runtime.loading.hf.config import _read_family, _unfold
 from quire.runtime.models.registry import find_family
 from released_dense import DENSE
+from released_encoders import ENCODERS
+from released_mixtures import MIXTURES
 from released_others import OTHERS
 
 AutoConfig = pytest.importorskip("transformers").AutoConfig
 ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
-RELEASED = DENSE | OTHERS
+RELEASED = DENSE | OTHERS | MIXTURES
 
 
 def read(settings: dict[str, Any]) -> ModelConfig:
@@ -27,10 +29,18 @@ def read(settings: dict[str, Any]) -> ModelConfig:
     return family.read(_unfold(config, family.nested))
 
 
+def whole_of_transformers(settings: dict[str, Any]) -> Any:
+    """Return transformers' config. Kimi K2's own code for it is DeepSeek V3's."""
+    settings = copy.deepcopy(settings)
+    kind = settings.pop("model_type")
+    return AutoConfig.for_model({"kimi_k2": "deepseek_v3"}.get(kind, kind), **settings)
+
+
 def of_transformers(settings: dict[str, Any]) -> Any:
     """Return transformers' config of the text model."""
-    settings = copy.deepcopy(settings)
-    return AutoConfig.for_model(settings.pop("model_type"), **settings).get_text_config(decoder=True)
+    config = whole_of_transformers(settings).get_text_config(decoder=True)
+    config.allow_global_per_layer_attribute_access = True
+    return config
 
 
 def first(config: Any, *names: str) -> Any:
@@ -54,6 +64,7 @@ def key_heads_of(config: Any) -> int:
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_sizes_of_a_released_model_are_those_of_transformers(name: str) -> None:
+    whole = whole_of_transformers(RELEASED[name])
     ours, theirs = read(RELEASED[name]), of_transformers(RELEASED[name])
     heads = theirs.num_attention_heads
     assert (ours.num_layers, ours.hidden_size, ours.vocab_size, ours.heads.num_query) == (
@@ -65,7 +76,8 @@ def test_sizes_of_a_released_model_are_those_of_transformers(name: str) -> None:
         assert (local.num_kv, local.dim) == (key_heads_of(theirs), dim)
     eps = first(theirs, "rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
     assert eps in (None, ours.norm_eps) or theirs.model_type == "olmo"  # OLMo's norms have one for all models
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    # Mistral 3's files neither say that the head is tied nor share it: only transformers' default does.
+    assert ours.tie_word_embeddings == (whole.tie_word_embeddings and name != "Mistral-Small-3.1-24B")
     assert (ours.windows or (None,) * ours.num_layers) == windows_of(theirs)
 
 
@@ -97,3 +109,18 @@ def test_rotary_positions_of_a_released_model_are_those_of_transformers(name: st
             expected, factor = ROPE_INIT_FUNCTIONS[given["rope_type"]](theirs, device="cpu", layer_type=kind)
         torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=0)
         assert magnitude == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_sizes_of_a_released_encoder_are_those_of_transformers(name: str) -> None:
+    ours, theirs = read(ENCODERS[name]), whole_of_transformers(ENCODERS[name])
+    assert (ours.num_layers, ours.hidden_size, ours.vocab_size, ours.heads.num_query) == (
+        theirs.num_hidden_layers, theirs.hidden_size, theirs.vocab_size, theirs.num_attention_heads,
+    )  # fmt: skip
+    assert ours.intermediate_size == first(theirs, "intermediate_size", "hidden_dim")
+    assert ours.norm_eps == getattr(theirs, "layer_norm_eps", 1e-12)
+    assert ours.encoder is not None
+    assert ours.encoder.num_types == getattr(theirs, "type_vocab_size", 0)
+    assert ours.encoder.position_offset == (theirs.pad_token_id + 1 if "roberta" in theirs.model_type else 0)
+    has_head = "SequenceClassification" in ENCODERS[name]["architectures"][0]
+    assert ours.encoder.num_labels == (theirs.num_labels if has_head else 0)

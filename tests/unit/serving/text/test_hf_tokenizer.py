@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.runtime.loading.files import ModelFiles
+from quire.serving.text.chat_template import ChatTemplates
 from quire.serving.text.gguf_tokenizer import build_gguf_tokenizer
 from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
 from quire.types.errors import InvalidRequest, ModelLoadError
@@ -47,7 +48,15 @@ def test_begin_and_end_come_from_the_small_files(tmp_path: Path) -> None:
         tokenizer_config={"bos_token": {"content": "<|start|>"}, "eos_token": "<|end|>", "chat_template": "{{ 1 }}"},
         generation_config={"eos_token_id": [5, 266]},
     )
-    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.chat_template) == (267, (5, 266), "{{ 1 }}")
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.chat_template) == (267, (266, 5), "{{ 1 }}")
+
+
+def test_the_tokenizers_own_end_is_the_one_that_templates_write(tmp_path: Path) -> None:
+    """Phi-4-mini's generation_config.json names <|end|> before the tokenizer's <|endoftext|>."""
+    tokenizer = load(tmp_path, tokenizer_config={"eos_token": "<|end|>"}, generation_config={"eos_token_id": [5, 266]})
+    messages = [{"role": "user", "content": "a"}]
+    found = ChatTemplates(tokenizer).render([messages], "{{ messages[0].content + eos_token }}")
+    assert found == ["a<|end|>"]
 
 
 def test_the_models_config_is_asked_when_no_one_else_names_an_end(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quire.runtime.loading.hf.quantized.method import Method
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+_WHOLE, _SPECIAL = ("tie_word_embeddings", "dtype", "torch_dtype"), ("bos_token_id", "eos_token_id")
 _DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -59,13 +60,14 @@ def hf_method(directory: Path) -> Method | None:
 
 
 def _unfold(config: Fields, key: str | None) -> Fields:
-    """Return the settings of the text model inside a multimodal config. tie_word_embeddings is read from the outer
-    object."""
+    """Return the settings of the text model inside a multimodal config. What counts for the whole model is read from
+    the outer object, and special tokens that the inner one leaves out."""
     inner = None if key is None else config.raw(key)
     if not isinstance(inner, dict):
         return config
-    tied = {name: config.raw(name) for name in ("tie_word_embeddings",) if config.raw(name) is not None}
-    return Fields(config.file, {**config.values, **inner, **tied})
+    outer = {name: config.raw(name) for name in _WHOLE if config.raw(name) is not None}
+    outer |= {name: config.raw(name) for name in _SPECIAL if inner.get(name) is None}
+    return Fields(config.file, {**config.values, **inner, **outer})
 
 
 def _read_family(config: Fields) -> str:

@@ -1,0 +1,49 @@
+"""The settings of released encoders and rerankers, as their config.json spells them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from released_dense import Settings
+
+
+def bert(name: str, hidden: int, inner: int, layers: int, heads: int, vocab: int = 30522, **others: Any) -> Settings:
+    return {
+        "architectures": [name], "attention_probs_dropout_prob": 0.1, "classifier_dropout": None,
+        "gradient_checkpointing": False, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": hidden,
+        "initializer_range": 0.02, "intermediate_size": inner, "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 512, "model_type": "bert", "num_attention_heads": heads,
+        "num_hidden_layers": layers, "pad_token_id": 0, "position_embedding_type": "absolute",
+        "torch_dtype": "float32", "type_vocab_size": 2, "use_cache": True, "vocab_size": vocab,
+    } | others  # fmt: skip
+
+
+def roberta(kind: str, name: str, hidden: int, inner: int, layers: int, heads: int, **others: Any) -> Settings:
+    usual = {"bos_token_id": 0, "eos_token_id": 2, "layer_norm_eps": 1e-05, "max_position_embeddings": 514,
+             "model_type": kind, "output_past": True, "pad_token_id": 1, "type_vocab_size": 1}  # fmt: skip
+    return bert(name, hidden, inner, layers, heads, **usual | others)
+
+
+XLM, ONE_LABEL = "xlm-roberta", {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+ENCODERS: dict[str, Settings] = {
+    "bert-base-uncased": bert("BertForMaskedLM", 768, 3072, 12, 12),
+    "all-MiniLM-L6-v2": bert("BertModel", 384, 1536, 6, 12, _name_or_path="nreimers/MiniLM-L6-H384-uncased"),
+    "bge-small-en-v1.5": bert("BertModel", 384, 1536, 12, 12, **ONE_LABEL),
+    "e5-large-v2": bert("BertModel", 1024, 4096, 24, 16),
+    "bge-m3": roberta(XLM, "XLMRobertaModel", 1024, 4096, 24, 16, vocab=250002, max_position_embeddings=8194),
+    "multilingual-e5-small": bert("BertModel", 384, 1536, 12, 12, vocab=250037, tokenizer_class="XLMRobertaTokenizer"),
+    "roberta-base": roberta("roberta", "RobertaForMaskedLM", 768, 3072, 12, 12, vocab=50265),
+    "xlm-roberta-base": roberta(XLM, "XLMRobertaForMaskedLM", 768, 3072, 12, 12, vocab=250002),
+    "bge-reranker-v2-m3": roberta(XLM, "XLMRobertaForSequenceClassification", 1024, 4096, 24, 16, vocab=250002,
+                                  max_position_embeddings=8194, **ONE_LABEL),
+    "ms-marco-MiniLM-L6-v2": bert("BertForSequenceClassification", 384, 1536, 6, 12, **ONE_LABEL,
+                                  sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity",
+                                                         "version": "4.1.0.dev0"}),
+    "distilbert-sst-2": {
+        "activation": "gelu", "architectures": ["DistilBertForSequenceClassification"], "attention_dropout": 0.1,
+        "dim": 768, "dropout": 0.1, "finetuning_task": "sst-2", "hidden_dim": 3072, "model_type": "distilbert",
+        "id2label": {"0": "NEGATIVE", "1": "POSITIVE"}, "initializer_range": 0.02, "max_position_embeddings": 512,
+        "label2id": {"NEGATIVE": 0, "POSITIVE": 1}, "n_heads": 12, "n_layers": 6, "output_past": True,
+        "pad_token_id": 0, "qa_dropout": 0.1, "seq_classif_dropout": 0.2, "sinusoidal_pos_embds": False,
+        "tie_weights_": True, "vocab_size": 30522},
+}  # fmt: skip
