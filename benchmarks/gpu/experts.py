@@ -1,9 +1,8 @@
 """Times the products of a layer's experts in bfloat16: python -m benchmarks.gpu.experts --shapes gpt-oss-20b
 
-Gate and up with the gate, and down, each in a captured graph: by the Triton kernel, and by the kernel for Hopper GPUs
-with several tiles. Prints microseconds per layer. "library": dense gemms of all rows, as if there was one expert.
-"floor": the time of the gemms, or of reading the weights of the experts that the tokens use, at the rates that
-`benchmarks.gpu` assumes, whichever is longer.
+Gate and up with the gate, and down, each in a captured graph, in microseconds per layer. "library": dense gemms of all
+rows, as if there was one expert. "floor": the time of the gemms, or of reading the weights of the experts that the
+tokens use, at the rates that `benchmarks.gpu` assumes, whichever is longer.
 """
 
 from __future__ import annotations
@@ -16,17 +15,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.floor import BANDWIDTH, BF16_RATE
-from benchmarks.gpu.kernel_timing import relative_error
 from quire.kernels.clamp import Clamp
-from quire.kernels.cuda.grouped_product import GroupedTile, hopper_grouped_product
 from quire.kernels.triton.gauge import graph_us
-from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, choose_grouped_tilings, grouped_product, route
+from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, grouped_product, route
 
 CUDA = torch.device("cuda", 0)
 TOKENS = (1, 8, 64, 192, 512, 1024, 2048, 8192)
-TILES = ("32,2", "64,1", "64,2", "96,2", "128,2", "192,2")
-_MANY_TOKENS = 512  # from which one dense gemm is timed beside them
-_WRONG = 0.01  # relative difference between the kernels
+_MANY_TOKENS = 512  # from which dense gemms are timed beside them
 
 
 class Shape(NamedTuple):
@@ -60,88 +55,51 @@ class Layer:
         bias = torch.randn(num, rows, device=CUDA).bfloat16() if self._shape.has_bias else None
         return Stack(weight, None, bias)
 
-    def routing(self, logits: Tensor, tile: GroupedTile | GroupedTiling) -> Routing:
-        return route(logits, self._shape.used, tile, is_normalized=True)
-
-    def triton(self, x: Tensor, logits: Tensor) -> tuple[partial[Tensor], partial[Tensor]]:
-        """Return the products of gate and up, and of down, by the Triton kernel."""
-        shape, pairs = self._shape, len(x) * self._shape.used
+    def grouped(self, tokens: int) -> tuple[list[float], tuple[float, float]]:
+        """Return the microseconds of gate and up, and of down, for tokens that choose at random, and their floors."""
+        shape, pairs = self._shape, tokens * self._shape.used
+        x = torch.randn(tokens, shape.hidden, device=CUDA).bfloat16()
         first, second = choose_grouped_tilings(pairs, shape.num, x.element_size(), CUDA)
-        routing = self.routing(logits, first)
+        routing = route(torch.randn(tokens, shape.num, device=CUDA), shape.used, first, is_normalized=True)
         options = {"num_used": shape.used, "activation": "silu", "clamp": shape.clamp}
         up = partial(grouped_product, x, self._gate_up, routing, first, **options)  # type: ignore[arg-type]
-        return up, partial(grouped_product, up(), self._down, routing, second, num_used=1)
-
-    def hopper(self, x: Tensor, logits: Tensor, tile: GroupedTile) -> tuple[partial[Tensor], partial[Tensor]]:
-        """Return the same by the kernel for Hopper GPUs."""
-        shape, routing = self._shape, self.routing(logits, tile)
-        options = {"num_used": shape.used, "activation": "silu", "clamp": shape.clamp}
-        up = partial(hopper_grouped_product, x, self._gate_up, routing, tile, **options)  # type: ignore[arg-type]
-        return up, partial(hopper_grouped_product, up(), self._down, routing, tile, num_used=1)
+        down = partial(grouped_product, up(), self._down, routing, second, num_used=1)
+        used = len(set(routing.chosen.flatten().tolist()))
+        return [graph_us([up]), graph_us([down])], self._floors(pairs, used)
 
     def library(self, tokens: int) -> list[float]:
         """Return the microseconds of two dense gemms of as many rows as there are pairs, without gate or bias."""
         times, pairs = [], tokens * self._shape.used
         for stack in (self._gate_up, self._down):
-            weight = stack.numbers[0]
+            weight: Tensor = stack.numbers[0]
             x = torch.randn(pairs, weight.shape[1], device=CUDA).bfloat16()
             times.append(graph_us([partial(torch.mm, x, weight.t())]))
         return times
 
-    def floors(self, tokens: int, experts: int) -> tuple[float, float]:
+    def _floors(self, pairs: int, experts: int) -> tuple[float, float]:
         """Return the least microseconds of both products, where `experts` experts are used."""
-        shape = self._shape
-        numbers = shape.hidden * shape.size
-        down = 1e6 * max(experts * numbers * 2 / BANDWIDTH, tokens * shape.used * numbers * 2 / BF16_RATE)
+        numbers = self._shape.hidden * self._shape.size
+        down = 1e6 * max(experts * numbers * 2 / BANDWIDTH, pairs * numbers * 2 / BF16_RATE)
         return 2 * down, down
-
-
-def measure(name: str, shape: Shape, tokens_of: list[int], given: list[GroupedTile]) -> None:
-    layer = Layer(shape)
-    for tokens in tokens_of:
-        tiles = sensible(given, tokens * shape.used / shape.num)
-        x = torch.randn(tokens, shape.hidden, device=CUDA).bfloat16()
-        logits = torch.randn(tokens, shape.num, device=CUDA)
-        calls = layer.triton(x, logits)
-        wanted = [call() for call in calls]
-        used = len(set(layer.routing(logits, GroupedTile(16)).chosen.flatten().tolist()))
-        floors, times = layer.floors(tokens, used), [graph_us([call]) for call in calls]
-        head = f"{name} {tokens:5d} tokens, floor {floors[0]:7.1f} + {floors[1]:7.1f}"
-        print(f"{head}  {'triton':>12} {times[0]:7.1f} + {times[1]:7.1f} = {sum(times):7.1f}", flush=True)
-        if tokens >= _MANY_TOKENS:
-            dense = layer.library(tokens)
-            print(
-                f"{'':{len(head)}}  {'library':>12} {dense[0]:7.1f} + {dense[1]:7.1f} = {sum(dense):7.1f} (one expert)"
-            )
-        for tile in tiles:
-            own = layer.hopper(x, logits, tile)
-            error = relative_error(own[1](), wanted[1])
-            taken = [graph_us([call]) for call in own]
-            word = f"{tile.block_m} x {tile.width}"
-            ratio = f"{sum(times) / sum(taken):.2f}x"
-            wrong = "" if error < _WRONG else f"  WRONG: {error:.1e}"
-            print(
-                f"{'':{len(head)}}  {word:>12} {taken[0]:7.1f} + {taken[1]:7.1f} = {sum(taken):7.1f} {ratio}{wrong}",
-                flush=True,
-            )
-
-
-def sensible(tiles: list[GroupedTile], rows: float) -> list[GroupedTile]:
-    """Return the tiles that suit experts with `rows` rows on average."""
-    return [tile for tile in tiles if rows / 3 <= tile.block_m <= max(64, 8 * rows) or tile.block_m >= 128 <= rows]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument(
-        "--tiles", nargs="+", default=TILES, help="pairs, and units of 128 rows of a weight",
-    )  # fmt: skip
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="default: all")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="tokens of a step")
     options = parser.parse_args()
-    tiles = [GroupedTile(*map(int, each.split(","))) for each in options.tiles]
     for name in options.shapes:
-        measure(name, SHAPES[name], options.tokens, tiles)
+        layer = Layer(SHAPES[name])
+        for tokens in options.tokens:
+            times, floors = layer.grouped(tokens)
+            parts = [f"{name} {tokens:5d} tokens", _sum("experts", times), _sum("floor", list(floors))]
+            if tokens >= _MANY_TOKENS:
+                parts.append(_sum("library, one expert", layer.library(tokens)))
+            print("; ".join(parts), flush=True)
+
+
+def _sum(what: str, times: list[float]) -> str:
+    return f"{what} {' + '.join(f'{each:.1f}' for each in times)} = {sum(times):.1f} us"
 
 
 if __name__ == "__main__":

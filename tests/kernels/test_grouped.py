@@ -94,11 +94,6 @@ def test_padding_goes_to_no_expert() -> None:
     assert torch.equal(routing.chosen[rows >= 0].long(), wanted)
 
 
-def test_tiles_may_have_any_number_of_pairs() -> None:
-    tiling = GroupedTiling(24, 32, 32, 4, 2)
-    check_places(route(rand(90, 5), 2, tiling, is_normalized=True), tiling.block_m)
-
-
 def test_pairs_of_one_expert_alone_fit_in_the_tiles() -> None:
     logits = torch.zeros(50, 4, device=DEVICE)
     logits[:, 2] = 5.0

@@ -19,7 +19,6 @@ from quire.kernels.clamp import Clamp
 from quire.kernels.triton.activation import ACTIVATIONS, activate, clamped
 from quire.kernels.triton.launch import (
     FLOAT8,
-    PairTiling,
     await_inputs,
     check,
     check_rows,
@@ -154,9 +153,8 @@ def _place_kernel(
             at = place + tl.cumsum(is_mine, 0) - 1
             tl.store(places_ptr + at, start + pair, mask=is_mine > 0)
             place += tl.sum(is_mine, 0)
-        PADDED: tl.constexpr = triton.next_power_of_2(BLOCK_M)
-        rest = place + tl.arange(0, PADDED)
-        tl.store(places_ptr + rest, tl.zeros((PADDED,), tl.int32) - 1, mask=rest < end * BLOCK_M)
+        rest = place + tl.arange(0, BLOCK_M)
+        tl.store(places_ptr + rest, tl.zeros((BLOCK_M,), tl.int32) - 1, mask=rest < end * BLOCK_M)
 
 
 @triton.jit
@@ -279,7 +277,7 @@ def _limit_stages(tiling: GroupedTiling, weights: int, x_bytes: int, device: tor
 def route(
     logits: Tensor,  # [tokens, experts], of any float dtype
     num_used: int,
-    tiling: PairTiling,
+    tiling: GroupedTiling,
     *,
     is_normalized: bool,  # the weights of a token's experts are divided by their sum
     scale: float = 1.0,  # multiplied into the weights
@@ -318,8 +316,10 @@ def route(
         BLOCK=block, RANKS=power_of_two(num_used), DEPENDENT=dependent,
         num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
-    block = max(_FEWEST_AT_ONCE, min(power_of_two(pairs), _MOST_AT_ONCE))
-    bins = max(_FEWEST_BINS, power_of_two(len(own) + 1))
+    block, bins = (
+        max(_FEWEST_AT_ONCE, min(power_of_two(pairs), _MOST_AT_ONCE)),
+        max(_FEWEST_BINS, power_of_two(len(own) + 1)),
+    )
     _place_kernel[(len(own) + 1,)](
         chosen, places, routing.tile_experts, pairs, own.start, len(own), tiles,
         BLOCK=block, BINS=bins, BLOCK_M=tiling.block_m, TILES=_TILES_AT_ONCE, DEPENDENT=dependent,

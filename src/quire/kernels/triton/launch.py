@@ -4,7 +4,6 @@ checks."""
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
 
 import torch
 import triton
@@ -19,13 +18,6 @@ ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a float32 t
 SMALL = (torch.float8_e4m3fn, torch.int8)  # dtypes of quantized rows, which have a scale
 _GLUON_VERSIONS = ("3.6.", "3.7.")  # versions of Triton that compile the Gluon kernels
 SMALLEST_AMAX = tl.constexpr(1e-12)  # keeps the scale of an all-zero row a normal number
-
-
-class PairTiling(Protocol):
-    """The tile sizes of a grouped gemm, as far as they place pairs in tiles."""
-
-    @property
-    def block_m(self) -> int: ...  # pairs of a tile
 
 
 @triton.jit

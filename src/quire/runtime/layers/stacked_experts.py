@@ -21,7 +21,6 @@ from quire.runtime.quantization.mxfp4 import GROUP, SCALES, Mxfp4Weight
 from quire.runtime.quantization.weight import StoredWeight
 
 if TYPE_CHECKING:
-    from quire.kernels.cuda.grouped_product import GroupedTile
     from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack
     from quire.kernels.triton.grouped_nibbles import NibbleStack
     from quire.kernels.triton.nibble_products import PackedNibbles
@@ -145,35 +144,13 @@ def _packed(parts: list[Mxfp4Weight]) -> PackedNibbles:
     return pack_nibbles(codes, scales, None)
 
 
-def _choose_tilings(
-    pairs: int, num: int, stacks: tuple[Stack | NibbleStack, Stack | NibbleStack], x: Tensor, *, is_adapted: bool
-) -> tuple[GroupedTiling | GroupedTile, GroupedTiling | GroupedTile]:
-    """Choose the kernels of gate-up and of down by the type of their tilings, both with the same pairs per tile."""
-    from quire.kernels.cuda.grouped_product import choose_grouped_tile
-    from quire.kernels.triton.grouped import Stack, choose_grouped_tilings
-    from quire.kernels.triton.grouped_nibbles import choose_nibble_tilings
-
-    gate_up, down = stacks
-    if not isinstance(gate_up, Stack):
-        return choose_nibble_tilings(pairs, num, x.element_size(), x.device)
-    if isinstance(down, Stack) and not is_adapted and (tile := choose_grouped_tile(pairs, num, gate_up, down)):
-        return tile, tile
-    return choose_grouped_tilings(pairs, num, x.element_size(), x.device)
-
-
 def _product(
-    x: Tensor, stack: Stack | NibbleStack, routing: Routing, tiling: GroupedTiling | GroupedTile, *, num_used: int,
+    x: Tensor, stack: Stack | NibbleStack, routing: Routing, tiling: GroupedTiling, *, num_used: int,
     activation: str | None = None, clamp: Clamp | None = None, dependent: bool,
 ) -> Tensor:  # fmt: skip
-    from quire.kernels.cuda.grouped_product import GroupedTile, hopper_grouped_product
     from quire.kernels.triton.grouped import Stack, grouped_product
     from quire.kernels.triton.grouped_nibbles import grouped_nibble_product
 
-    if isinstance(tiling, GroupedTile):
-        assert isinstance(stack, Stack)
-        return hopper_grouped_product(
-            x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
-        )
     if isinstance(stack, Stack):
         return grouped_product(
             x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
@@ -223,12 +200,12 @@ class StackedExperts(nn.Module):
         self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...] = (),
         rows: Tensor | None = None, factors: Tensor | None = None, score_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        from quire.kernels.triton.grouped import combine, route
+        from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, combine, route
+        from quire.kernels.triton.grouped_nibbles import choose_nibble_tilings
 
         gate_up, down, used = self.gate_up_proj.stack, self.down_proj.stack, experts.num_used
-        adapters, clamp = self.gate_up_proj.adapters, clamp_of(experts)
-        is_adapted = adapters is not None and adapters.active.is_on
-        first, second = _choose_tilings(len(x) * used, experts.num, (gate_up, down), x, is_adapted=is_adapted)
+        choose = choose_grouped_tilings if isinstance(gate_up, Stack) else choose_nibble_tilings
+        first, second = choose(len(x) * used, experts.num, x.element_size(), x.device)
         dependent = len(x) >= self._dependent_rows
         routing = route(
             logits, used, first,
@@ -237,6 +214,8 @@ class StackedExperts(nn.Module):
             own=self.gate_up_proj.experts,
         )  # fmt: skip
         senders = self._total.senders(routing.chosen)
+        adapters, clamp = self.gate_up_proj.adapters, clamp_of(experts)
+        is_adapted = adapters is not None and adapters.active.is_on
         if is_adapted:  # the LoRA change is added before the activation
             both = _product(x, gate_up, routing, first, num_used=used, dependent=dependent)
             _add_adapters(both, x, self.gate_up_proj, routing, dependent=dependent)
