@@ -276,6 +276,24 @@ def wrap_text_arguments(messages: Sequence[Message]) -> list[Message] | None:
     ]
 
 
+def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Return a checked conversation with arguments as JSON text, for a template that joins them to other text."""
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_text(call: Message) -> Message:
+    function = call.get("function", call)
+    if "arguments" not in function or isinstance(function["arguments"], str):
+        return call
+    written = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {**call, "function": written} if "function" in call else written
+
+
 def _has_text_arguments(call: Message) -> bool:
     return isinstance(call.get("function", call).get("arguments"), str)
 

@@ -14,6 +14,7 @@ from quire.serving.text.call_ids import name_call_ids, shorten_call_ids
 from quire.serving.text.chat_messages import (
     Message,
     PlainData,
+    arguments_as_text,
     check_messages,
     check_tools,
     describe_tools,
@@ -93,6 +94,23 @@ class ChatTemplate:
     def _read(self) -> frozenset[str]:
         return frozenset(meta.find_undeclared_variables(self._environment.parse(self._source)))
 
+    @cached_property
+    def _joins_arguments(self) -> bool:
+        """Whether the template takes the arguments of calls as text only, as those of DeepSeek V3 and R1 do."""
+        call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+        asked, called = {"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        values = {"documents": None, **self._tokens, "tools": None, "add_generation_prompt": False}
+
+        def can_render(conversation: list[Message]) -> bool:
+            try:
+                self._run({**values, "messages": conversation}, 0, is_probe=True)
+            except InvalidRequest:
+                return False
+            return True
+
+        probe: list[Message] = [asked, called]
+        return not can_render(probe) and can_render(arguments_as_text(probe))
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -123,6 +141,8 @@ class ChatTemplate:
             conversation = write_calls(conversation, history_writer(self._source) if self.reads_tools else None)
         elif KIMI.separator in self._source:
             conversation = name_call_ids(conversation)
+        elif any(message.get("tool_calls") for message in conversation) and self._joins_arguments:
+            conversation = arguments_as_text(conversation)
         values = {
             "documents": None,
             **self._tokens,
@@ -155,7 +175,7 @@ class ChatTemplate:
             )
         return value
 
-    def _run(self, values: dict[str, Any], input_size: int) -> str:
+    def _run(self, values: dict[str, Any], input_size: int, *, is_probe: bool = False) -> str:
         context = self._template.new_context(values)
         context.budget = Budget(self.limits, input_size)  # type: ignore[attr-defined]
         parts, size = [], 0
@@ -172,7 +192,8 @@ class ChatTemplate:
         except TemplateError as error:
             raise InvalidRequest("messages", f"refused by the chat template: {error}") from None
         except Exception as error:  # noqa: BLE001 (a template may raise any exception)
-            logger.warning("the chat template failed: %r", error)
+            if not is_probe:
+                logger.warning("the chat template failed: %r", error)
             reason = f"the chat template cannot render them ({type(error).__name__})"
             raise InvalidRequest("messages", reason, "check their fields and the template's variables") from None
         return "".join(parts)

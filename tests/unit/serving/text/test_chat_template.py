@@ -354,3 +354,20 @@ def test_the_old_form_of_a_call_and_its_result_renders_as_the_new_one() -> None:
 )
 def test_a_developer_is_the_system_where_the_template_does_not_know_developers(source: str, role: str) -> None:
     assert ChatTemplate(source).render([{"role": "developer", "content": "x"}]) == role
+
+
+def test_arguments_are_json_text_for_templates_that_join_them_to_other_text() -> None:
+    joining = (
+        "{% for m in messages %}{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+        "{{ '<call>' + call.function.name + '<sep>' + call.function.arguments + '</call>' }}{% endfor %}{% endfor %}"
+    )
+    template, called = ChatTemplate(joining), {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    for _ in range(2):
+        assert template.render([called]) == '<call>weather<sep>{"city": "Köln", "n": 1.5}</call>'
+    assert template.render(BROKEN) == '<call>f<sep>{"city": "Bo</call>'
+
+
+def test_arguments_stay_objects_for_templates_that_fail_for_another_reason() -> None:
+    failing = "{{ messages[0].tool_calls[0].function.arguments | tojson }}{{ 'a' + messages[0].content }}"
+    with pytest.raises(InvalidRequest, match="TypeError"):
+        ChatTemplate(failing).render([{"role": "assistant", "content": None, "tool_calls": [CALL]}])
