@@ -265,13 +265,13 @@ class FamilyCase:
 
         settings = settings_of(self.name, self.changes)
         kind = self.name.partition("-")[0]
-        source, pack = PACKED.get(kind, (kind, None))
-        config = transformers.AutoConfig.for_model(source, **settings)
+        packed = PACKED.get(kind)
+        config = transformers.AutoConfig.for_model(packed.source if packed else kind, **settings)
         config._attn_implementation = "eager"
         model = hf_model(config)
         model.save_pretrained(self.directory)
-        if pack is not None:
-            pack(self.directory, config)
+        if packed is not None:
+            packed.pack(self.directory, config)
         return model
 
     def checkpoint(self) -> Checkpoint:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,9 +31,22 @@ def pack_internlm2(folder: Path, config: Any) -> None:
             found = next((place for place in _NAMES if f"{place}." in name), None)
             packed[name if found is None else name.replace(found, _NAMES[found])] = tensor.clone()
     save_file(packed, file)
+    pack_internlm2_config(folder)
+
+
+def pack_internlm2_config(folder: Path) -> None:
+    """Name a Llama's config.json as InternLM 2's are named."""
     told = json.loads((folder / "config.json").read_text())
     told |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": told["attention_bias"]}
     (folder / "config.json").write_text(json.dumps(told))
 
 
-PACKED = {"internlm2": ("llama", pack_internlm2)}  # by family: which one transformers has, and how it is packed
+class Packed(NamedTuple):
+    """The family of transformers that computes the same, and what turns its files into those of the other family."""
+
+    source: str
+    pack: Callable[[Path, Any], None]
+    pack_config: Callable[[Path], None]
+
+
+PACKED = {"internlm2": Packed("llama", pack_internlm2, pack_internlm2_config)}

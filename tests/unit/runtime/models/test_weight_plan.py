@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from family_models import CASES, settings_of
 from gguf_files import Stored, tiny_metadata, write_gguf
 from make_quantized import FIXTURES
+from packed_models import PACKED
 from quire.config.model import CpuWeights, ModelConfig, Quantization
 from quire.config.parallel import ParallelConfig
 from quire.config.rank_model import largest_rank
@@ -41,7 +42,8 @@ pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 CPU_WEIGHTS: tuple[CpuWeights, ...] = ("integer", "float")
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}  # whose inputs fill groups of 64
 FAMILY_SIZES: dict[str, dict[str, int]] = {  # that follow from them, or from the towers of tests/support
-    "gemma4_text": {"vocab_size_per_layer_input": 512}, "opt": {"word_embed_proj_dim": 256, "ffn_dim": 256},
+    "gemma4_text": {"vocab_size_per_layer_input": 512}, "granitemoehybrid": {"shared_intermediate_size": 64},
+    "opt": {"word_embed_proj_dim": 256, "ffn_dim": 256},
     "qwen2_vl": {"hidden_size": 64}, "qwen2_5_vl": {"hidden_size": 64}, "qwen3_vl": {"hidden_size": 64},
     "qwen3_vl_moe": {"hidden_size": 64},
 }  # fmt: skip
@@ -104,9 +106,13 @@ def check(
 def family_config(folder: Path, name: str) -> ModelConfig:
     transformers = pytest.importorskip("transformers")
     settings = settings_of(name, SIZES, FAMILY_SIZES.get(name, {}))
-    config = transformers.AutoConfig.for_model(name.partition("-")[0], **settings, dtype="bfloat16")
+    kind = name.partition("-")[0]
+    packed = PACKED.get(kind)
+    config = transformers.AutoConfig.for_model(packed.source if packed else kind, **settings, dtype="bfloat16")
     config.architectures = [_class_of(transformers, config)]
     config.save_pretrained(folder)
+    if packed is not None:
+        packed.pack_config(folder)
     return hf_model_config(folder)
 
 
