@@ -16,6 +16,7 @@ from quire.serving.text.word_pieces import read_word_pieces
 from quire.types.errors import ModelLoadError
 
 MAX_TEXT_BYTES = 64 << 20
+_TEMPLATES = ("default", "tool_use")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token")
 
 
@@ -147,13 +148,22 @@ def _ids(config: dict[str, Any], key: str, path: Path) -> Iterator[int]:
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """Return the chat template: chat_template.jinja, or else chat_template.json (used by vision models), or else the
-    (default) template of tokenizer_config.json, or None."""
+    """Return the chat template: chat_template.jinja, or else chat_template.json (used by vision models), or else that
+    of tokenizer_config.json, or None. Of several named ones it is the default, and tool_use for requests with tools."""
     own = _read_text(directory / "chat_template.jinja")
     if own is not None:
-        return own
+        return _with_tools(own, _read_text(directory / "additional_chat_templates" / "tool_use.jinja"))
     stored = _read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(stored, list):
         named = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}
-        stored = named.get("default")
+        return _with_tools(*(one if isinstance(one := named.get(name), str) else None for name in _TEMPLATES))
     return stored if isinstance(stored, str) else None
+
+
+def _with_tools(default: str | None, tools: str | None) -> str | None:
+    """Return one template of two. A plus keeps the white space beside a tag, and a template's last line break is
+    dropped as if it stood alone."""
+    if default is None or tools is None:
+        return default
+    tools, default = tools.removesuffix("\n"), default.removesuffix("\n")
+    return f"{{% if tools +%}}{tools}{{%+ else +%}}{default}{{%+ endif %}}"

@@ -75,8 +75,29 @@ def test_a_template_file_wins_over_the_configuration(tmp_path: Path) -> None:
 
 
 def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    named = [{"name": "rag", "template": "t"}, {"name": "default", "template": "d"}]
     assert load(tmp_path, tokenizer_config={"chat_template": named}).chat_template == "d"
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_requests_with_tools_get_the_template_for_them(tmp_path: Path, in_files: bool) -> None:
+    """Named templates as in Command R's tokenizer_config.json, or as transformers saves them since."""
+    plain, used = (
+        "\n{{ messages[0].content }} \n",
+        "\n  {% set all = tools %}\n{{ all[0].name ~ messages[0].content }}\n  \n",
+    )
+    if in_files:
+        (tmp_path / "chat_template.jinja").write_text(plain)
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(used)
+        tokenizer = load(tmp_path)
+    else:
+        named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": used}]
+        tokenizer = load(tmp_path, tokenizer_config={"chat_template": named})
+    whole = ChatTemplates(tokenizer)
+    for source, tools in ((plain, None), (used, [{"name": "look"}])):
+        messages = [[{"role": "user", "content": "a"}]]
+        assert whole.render(messages, tools=tools) == ChatTemplates(tokenizer).render(messages, source, tools=tools)
 
 
 def test_add_bos_token_in_the_configuration_decides(tmp_path: Path) -> None:
