@@ -117,6 +117,8 @@ def test_a_context_of_llama_4_is_not_limited_where_nothing_changes_in_it(tmp_pat
     assert open_checkpoint(files_at(tmp_path)).config.context_limit == ("attention_chunk_size", 128)
     change_config(tmp_path, attention_chunk_size=None)
     assert open_checkpoint(files_at(tmp_path)).config.context_limit is None
+    change_config(tmp_path, attn_temperature_tuning=4)  # as the first published files have it
+    assert open_checkpoint(files_at(tmp_path)).config.context_limit == ("floor_scale", 127)
 
 
 @pytest.mark.parametrize(

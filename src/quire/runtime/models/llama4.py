@@ -83,7 +83,8 @@ def read_limit(config: Fields, *, has_scaled: bool) -> tuple[str, int] | None:
     )
     if chunk is not None and (kinds is None or CHUNKED in kinds):
         limits.append((chunk, "attention_chunk_size"))
-    if has_scaled and config.flag("attn_temperature_tuning", True):
+    scaled = config.raw("attn_temperature_tuning")  # the first published files have the number 4
+    if has_scaled and (scaled is None or bool(scaled)):
         limits.append((config.integer("floor_scale", USUAL_CHUNK, least=2) - 1, "floor_scale"))
     return min(limits)[::-1] if limits else None
 
