@@ -17,10 +17,11 @@ from released_dense import DENSE
 from released_encoders import ENCODERS
 from released_mixtures import MIXTURES
 from released_others import OTHERS
+from released_rare import RARE
 
 AutoConfig = pytest.importorskip("transformers").AutoConfig
 ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
-RELEASED = DENSE | OTHERS | MIXTURES
+RELEASED = DENSE | OTHERS | MIXTURES | RARE
 
 
 def read(settings: dict[str, Any]) -> ModelConfig:
