@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -27,12 +28,8 @@ class TokenSearch:
 
     def _ids_with(self, texts: tuple[str, ...]) -> tuple[int, ...]:
         """Return the tokens that contain one of `texts`, in ascending order."""
+        if not texts:
+            return ()
         whole, starts = self._tokens
-        found: set[int] = set()
-        for text in texts:
-            place = whole.find(text)
-            while place >= 0:
-                token = bisect_right(starts, place) - 1
-                found.add(token)
-                place = whole.find(text, starts[token + 1])
-        return tuple(sorted(found))
+        one = re.compile(f"(?:{'|'.join(map(re.escape, texts))})[^{_BETWEEN}]*")  # to the end of the token: one match
+        return tuple(bisect_right(starts, match.start()) - 1 for match in one.finditer(whole))
