@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from family_bench import SIZES, change_config, check_parity, hf_checkpoint, logi
 from family_models import GRANITE
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.runtime.loading.hf.config import hf_model_config
 from quire.types.errors import ModelLoadError
 
 transformers = pytest.importorskip("transformers")
@@ -108,3 +110,15 @@ def test_what_nemotron_does_not_support_is_refused(key: str, value: object, tmp_
     change_config(hf_checkpoint(tmp_path, nemotron()), **{key: value})
     with pytest.raises(ModelLoadError, match=key):
         open_checkpoint(files_at(tmp_path))
+
+
+@pytest.mark.parametrize(("size", "inner"), [("null", 128), (None, 1_024)])
+def test_heads_of_falcon_have_the_usual_size_unless_null_leaves_it_to_the_hidden_size(
+    size: str | None, inner: int, tmp_path: Path
+) -> None:
+    settings = falcon(hidden_size=64, mamba_expand=2).to_dict() | {"architectures": ["FalconH1ForCausalLM"]}
+    del settings["mamba_d_ssm"], settings["mamba_d_head"]
+    (tmp_path / "config.json").write_text(json.dumps(settings | ({} if size is None else {"mamba_d_ssm": None})))
+    recurrent = hf_model_config(tmp_path).recurrent
+    assert recurrent is not None
+    assert recurrent.value_heads * recurrent.value_dim == inner

@@ -49,7 +49,9 @@ def read_falcon_h1(config: Fields) -> ModelConfig:
         norm_first=norms and config.flag("mamba_norm_before_gate", True),
         input_factors=None if set(factors) == {1.0} else factors, output_factor=out / mixed,
     )  # fmt: skip
-    inner = config.integer("mamba_d_ssm", config.integer("mamba_expand", 2) * config.integer("hidden_size"))
+    inner = config.integer("mamba_expand", 2) * config.integer("hidden_size")
+    if config.values.get("mamba_d_ssm", 1_024) is not None:  # null, unlike a missing value, leaves it to mamba_expand
+        inner = config.integer("mamba_d_ssm", 1_024)
     recurrent = read_mamba(config, range(count), mamba, inner)
     assert recurrent is not None
     return read_decoder(
