@@ -86,6 +86,7 @@ GPU_BENCHMARKS: dict[str, str] = {
     "gpu.kernels_attention": "every attention kernel: right, and how fast",
     "gpu.memory": "the memory plan beside what the device says: after the start, and the most that steps take",
     "gpu.mixed_attention": "attention of steps with decode rows and prompt chunks, one after the other and on branches",
+    "gpu.experts": "the products of a layer's experts by tokens, beside dense gemms of as many rows",
     "gpu.latent_attention": "prompt attention over latents (DeepSeek), in the absorbed and in the expanded form",
     "gpu.mixed_steps": "time between tokens while long prompts are read, without and with a target, any device",
     "gpu.kernels_rest": "every other kernel: right, and how fast",

@@ -82,7 +82,10 @@ def resolve_engine_config(
         preemption=parsed.preemption,
         adapter_slots=0 if parsed.adapters is None else parsed.adapters.slots,
     )
-    images = resolve_images(model.vision, args.limit_mm_per_prompt, args.mm_processor_kwargs, scheduler)
+    images = resolve_images(
+        model.vision, args.limit_mm_per_prompt, args.mm_processor_kwargs, scheduler.max_num_batched_tokens,
+        scheduler.max_num_seqs,
+    )  # fmt: skip
     check_media_path(args.allowed_local_media_path, images)
     if images is not None and parsed.recording is not None:
         logger.warning("requests with images are refused while the engine is recorded: recordings hold no images")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.types.errors import ConfigError
-
-if TYPE_CHECKING:
-    from quire.config.engine import SchedulerConfig
 
 Channels = tuple[float, float, float]  # one value each for red, green and blue
 
@@ -90,11 +87,11 @@ def resolve_images(
     vision: Vision | None,
     limit_mm_per_prompt: Mapping[str, Any] | None,
     mm_processor_kwargs: Mapping[str, Any] | None,
-    scheduler: SchedulerConfig,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
 ) -> ImageLimits | None:
     """Return the limits of images, from vLLM's settings for them; None: the engine accepts no images. Raises
     ConfigError."""
-    max_encoded_tokens = scheduler.max_num_batched_tokens
     given = {"limit_mm_per_prompt": limit_mm_per_prompt, "mm_processor_kwargs": mm_processor_kwargs}
     known = {"limit_mm_per_prompt": ("image",), "mm_processor_kwargs": ("min_pixels", "max_pixels")}
     for name, values in given.items():
@@ -123,12 +120,12 @@ def resolve_images(
         reason = f"min_pixels is {grid.min_pixels} and max_pixels {grid.max_pixels}"
         fix = f"choose {least} <= min_pixels <= max_pixels <= {vision.grid.max_pixels}"
         raise ConfigError("mm_processor_kwargs", reason, fix)
-    needed = grid.max_tokens + scheduler.max_num_seqs
-    if grid.is_whole and max_encoded_tokens < needed:
-        reason = f"is {max_encoded_tokens}, too few for an image ({grid.max_tokens} tokens) besides all sequences"
+    needed = grid.max_tokens + max_num_seqs
+    if grid.is_whole and max_num_batched_tokens < needed:
+        reason = f"is {max_num_batched_tokens}, too few for an image ({grid.max_tokens} tokens) besides all sequences"
         raise ConfigError("max_num_batched_tokens", reason, f"set at least {needed}, or lower max_num_seqs")
     most = dict(limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
-    return ImageLimits(grid, most, max_encoded_tokens, 2 * max_encoded_tokens)
+    return ImageLimits(grid, most, max_num_batched_tokens, 2 * max_num_batched_tokens)
 
 
 def image_bytes(
