@@ -25,6 +25,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # numbers of experts that two ranks cann
     "glm4_moe": {"n_routed_experts": 9, "n_group": 3},
     "granitemoeshared": {"num_local_experts": 5},
     "minimax_m2": {"num_local_experts": 7},
+    "nemotron_h-moe": {"n_routed_experts": 9, "n_group": 3},
     "ernie4_5_moe": {"moe_num_experts": 7},
     "llama4_text": {"num_local_experts": 5},
     "gpt_oss": {"num_local_experts": 5},

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 WHOLE = "QUIRE_TEST_WHOLE" in os.environ  # make families: Triton's interpreter is slow, and the matrix runs it too
 CALLED = {  # layers that a program calls in Python: short convolutions and Mamba-2
     "lfm2": 2, "lfm2_moe": 2, "granitemoehybrid": 2, "granitemoehybrid-dense": 2, "bamba": 2, "falcon_h1": 3,
-    "nemotron_h": 2,
+    "nemotron_h": 2, "nemotron_h-moe": 3,
 }  # fmt: skip
 
 

@@ -95,10 +95,42 @@ def test_biases_and_old_names_of_layers_of_nemotron_are_read(tmp_path: Path) -> 
         torch.testing.assert_close(found, wanted)
 
 
+MOE = {"layers_block_type": ["linear_attention", "moe", "full_attention"]}
+EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "routed_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [{"norm_topk_prob": False}, {"mlp_hidden_act": "silu"}])
+def test_experts_of_nemotron_may_keep_their_weights_and_have_another_activation(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = hf_checkpoint(tmp_path, nemotron(**MOE, **EXPERTS, **settings))
+    expected = logits_of(path)
+    check_parity(path, attention="auto")
+    change_config(path, layers_block_type=None, hybrid_override_pattern="ME*")
+    for (_, found), (_, wanted) in zip(logits_of(path), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_experts_of_nemotron_count_as_two_matrices_each_where_a_token_does_not_use_them(tmp_path: Path) -> None:
+    config = open_checkpoint(files_at(hf_checkpoint(tmp_path, nemotron(**MOE, **EXPERTS)))).config
+    assert config.num_parameters - config.num_active == 2 * 2 * config.hidden_size * 16
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("moe_latent_size", 16), ("n_shared_experts", 2), ("mlp_bias", True), ("n_group", 3)]
+)
+def test_what_experts_of_nemotron_do_not_support_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    change_config(hf_checkpoint(tmp_path, nemotron(**MOE, **EXPERTS)), **{key: value})
+    with pytest.raises(ModelLoadError, match=key):
+        open_checkpoint(files_at(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("layers_block_type", ["linear_attention", "moe", "full_attention"]),
         ("layers_block_type", ["linear_attention", "mlp"]),
         ("residual_in_fp32", True),
         ("time_step_limit", [0.001, 0.1]),

@@ -29,6 +29,7 @@ LAYERS: dict[str, dict[str, object]] = {  # of families that need more than two
         "num_hidden_layers": 3, "num_kv_shared_layers": 1,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
+    "nemotron_h-moe": {"hybrid_override_pattern": "ME*"},
     "gemma4_text-moe": {  # the keys of the last layer are its values
         "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
     },
@@ -99,11 +100,11 @@ def test_the_config_counts_the_matrices_that_layers_hold(family: str, copied: in
 
 
 @pytest.mark.parametrize("attention", ["reference", "auto"])
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_neox", "phi3", "gemma4_text"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_neox", "phi3", "gemma4_text", "nemotron_h-moe"])
 def test_logits_are_those_of_the_numbers(family: str, attention: str, tmp_path: Path) -> None:
     small, plain = quantized_pair(tmp_path, family)
     names = [name for name in load_file(small / "model.safetensors") if name.endswith("_scale")]
-    assert any(".experts." in name for name in names) == (family in ("mixtral", "deepseek_v3"))
+    assert any(".experts." in name for name in names) == (family in ("mixtral", "deepseek_v3", "nemotron_h-moe"))
     wanted = last_logits(plain, "reference")
     found = last_logits(small, attention)
     assert float((found - wanted).abs().max() / wanted.std()) < 5e-3

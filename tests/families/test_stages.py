@@ -30,6 +30,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "granitemoehybrid": HYBRID,
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [0, 2]},
     "nemotron_h": {"hybrid_override_pattern": "M**-"},
+    "nemotron_h-moe": {"hybrid_override_pattern": "ME*E*"},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", FULL] * 2},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": [FULL, "conv"] * 2},
     "qwen3_next": HYBRID,
@@ -48,7 +49,7 @@ def check(case: FamilyCase, made: TinyEngine, prompts: list[list[int]], count: i
     assert found == [[case.expected(prompt)[:count]] for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", sorted({*CONFIGS, "gemma4_text-moe"} - set(WITH_IMAGES)))
+@pytest.mark.parametrize("name", sorted({*CONFIGS, "gemma4_text-moe", "nemotron_h-moe"} - set(WITH_IMAGES)))
 def test_two_stages_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     case = FamilyCase(name, tmp_path, CHANGES.get(name, {}))
     made = engine(case, stages=2, budget=9)

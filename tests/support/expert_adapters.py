@@ -37,7 +37,7 @@ class Parameter(NamedTuple):
 
     def rows(self, part: str) -> slice:
         """The outputs of one of an expert's matrices."""
-        if part == "down_proj":
+        if self.name != "gate_up_proj":
             return slice(None)
         second, half = part == "up_proj", self.sizes[2] // 2
         return slice(int(second), None, 2) if self.in_turns else slice(second * half, (second + 1) * half)
@@ -51,7 +51,7 @@ class Parameter(NamedTuple):
 def expert_parameters(model: nn.Module) -> Iterator[Parameter]:
     for path, value in model.named_parameters():
         module, _, name = path.rpartition(".")
-        if module.endswith(".experts") and name in ("gate_up_proj", "down_proj"):
+        if module.endswith(".experts") and name in ("gate_up_proj", "up_proj", "down_proj"):
             is_gpt_oss = "GptOss" in type(model).__name__
             yield Parameter(module, name, value, is_gpt_oss, is_gpt_oss)
 
@@ -70,7 +70,7 @@ def make_expert_adapter(
         experts, inputs, outputs = parameter.sizes
         module = parameter.module.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else parameter.module
         if form == "each":
-            parts = ["down_proj"] if parameter.name == "down_proj" else ["gate_proj", "up_proj"]
+            parts = ["gate_proj", "up_proj"] if parameter.name == "gate_up_proj" else [parameter.name]
             for expert, part in ((e, p) for e in range(experts) for p in parts if only(p, e)):
                 name = f"{PREFIX}{module}.{expert}.{_MIXTRAL[part] if is_mixtral else part}"
                 mine = _pattern(settings, "rank_pattern", name, rank)
@@ -83,11 +83,12 @@ def make_expert_adapter(
             mine = _pattern(settings, "rank_pattern", f"{parameter.module}.{parameter.name}", rank)
             a = torch.randn(experts * mine, inputs, generator=generator) * inputs**-0.5
             b = torch.randn(outputs, mine * experts, generator=generator) * 0.3
-            is_inner = parameter.name == "gate_up_proj" and only("down_proj", 0)  # PEFT wraps it first
+            is_inner = parameter.name != "down_proj" and only("down_proj", 0)  # PEFT wraps it first
             name = f"{PREFIX}{parameter.module}{'.base_layer' if is_inner else ''}"
             tensors |= {f"{name}.lora_A.weight": a.to(dtype), f"{name}.lora_B.weight": b.to(dtype)}
     if form != "each":
-        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        places = ((each.module.split(".")[-2], each.name) for each in expert_parameters(model))
+        targets = list(dict.fromkeys(f"{parent}.experts.{name}" for parent, name in places))
         settings |= {"target_parameters": targets, "peft_version": "0.18.1" if form == "old" else "0.21.2"}
     return write_adapter(folder, settings, tensors)
 
@@ -112,10 +113,10 @@ def _merge(parameters: dict[tuple[str, str], Parameter], path: str, a: Tensor, b
     if rest and rest != "base_layer":
         expert, _, name = rest.partition(".")
         part = next((part for part, short in _MIXTRAL.items() if short == name), name)
-        parameter = parameters[module, "down_proj" if part == "down_proj" else "gate_up_proj"]
+        parameter = parameters[module, part if (module, part) in parameters else "gate_up_proj"]
         parameter.add(int(expert), parameter.rows(part), _scale(settings, path, len(a)) * b @ a)
         return
-    for name in ("gate_up_proj", "down_proj"):
+    for name in [each for parent, each in parameters if parent == module]:
         parameter = parameters[module, name]
         experts, inputs, outputs = parameter.sizes
         is_old = settings["peft_version"] < "0.19" and not parameter.turned

@@ -223,6 +223,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **GRANITE, **MAMBA, "layer_types": ["mamba", "mamba", "attention"], "mamba_n_groups": 1,
         "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope",
     },
+    "nemotron_h-moe": {  # like Nemotron 3 Nano: experts without a gate
+        "num_hidden_layers": ..., "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 2, "hybrid_override_pattern": "ME*-E", "time_step_min": 1e-9, "pad_token_id": 0,
+        **SIGMOIDS, "moe_shared_expert_intermediate_size": 48,
+    },
     "stablelm-parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.25},
     "gemma4_text-moe": {  # like 26B-A4B and 31B: heads twice as large, but fewer; keys are values
         "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 4, "num_global_key_value_heads": 1,

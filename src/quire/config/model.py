@@ -105,6 +105,7 @@ class Experts:
     dense_layers: tuple[int, ...] = ()  # layers with a plain MLP instead of experts
     beside_mlp: bool = False  # layers have a plain MLP besides the experts
     has_bias: bool = False  # of the router and of the experts' matrices
+    is_gated: bool = True  # experts and shared expert are gated MLPs; False: down(activation(up(x)))
     clamp: tuple[float, float, float] | None = None  # of the gate: limit, alpha and shift; see `kernels/clamp.py`
     held: int | None = None  # number of whole experts on this rank (expert parallelism); None: all
 
@@ -328,8 +329,9 @@ class ModelConfig:
         others = (num - self.experts.num_used) * held
         mixtures = self.num_layers - len(self.experts.dense_layers)
         hidden, size = self.hidden_size, self.experts.size
-        biases = 2 * size + hidden if self.experts.has_bias else 0
-        return self.num_parameters - mixtures * others * (3 * hidden * size + biases) // num
+        firsts = 2 if self.experts.is_gated else 1  # matrices in front of the activation
+        biases = firsts * size + hidden if self.experts.has_bias else 0
+        return self.num_parameters - mixtures * others * ((firsts + 1) * hidden * size + biases) // num
 
 
 def mxfp4_experts(model: ModelConfig) -> StoredLevels:
@@ -341,7 +343,7 @@ def mxfp4_experts(model: ModelConfig) -> StoredLevels:
         return StoredLevels(has_table=False)
     hidden, size = model.hidden_size, experts.size
     count = len(model.layers) * (experts.num if experts.held is None else experts.held)
-    shapes = ((2 * size, hidden), (hidden, size))
+    shapes = (((2 if experts.is_gated else 1) * size, hidden), (hidden, size))
     kept = [shape for shape in shapes if shape[1] % MXFP4_GROUP == 0]
     numbers = sum(outputs * inputs for outputs, inputs in kept)
     held = sum(-(-outputs // 64) * 64 * (-(-inputs // 128) * 72) for outputs, inputs in kept)

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.config.model import ModelConfig
 from quire.runtime.models.family import STACKED, Family
 
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
+GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 _EXPERTS, _WRAPPED = ".experts", ".base_layer"
 Shape = tuple[int, ...]
 
@@ -63,7 +63,8 @@ def fused_sizes(config: ModelConfig, family: Family, *, inputs_first: bool) -> d
     experts = config.experts
     if experts is None:
         return {}
-    sizes = {GATE_UP: (config.hidden_size, 2 * experts.size), DOWN: (experts.size, config.hidden_size)}
+    first, outputs = (GATE_UP, 2 * experts.size) if experts.is_gated else (UP, experts.size)
+    sizes = {first: (config.hidden_size, outputs), DOWN: (experts.size, config.hidden_size)}
     found = {}
     for name, (inputs, outputs) in sizes.items():
         stored = (family.stacked or STACKED)[name]

@@ -235,6 +235,14 @@ class LayerBuilder:
         down_proj = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
         return GatedMLP(gate_up, down_proj, activation, self._ops, clamp)
 
+    def plain_mlp(
+        self, hidden: int, intermediate: int | Split, activation: str, *, bias: bool, reduces: bool = True
+    ) -> MLP:
+        """Build an MLP without a gate. `intermediate` and `reduces`: as in `gated_mlp`."""
+        size = intermediate if isinstance(intermediate, Split) else self._splits.size(intermediate)
+        up = Linear(hidden, {"up_proj": size}, bias, self._product, self.placement)
+        return self.mlp(up, self._row_linear("down_proj", size, hidden, bias=bias, reduces=reduces), activation)
+
     def moe_mlp(self, config: ModelConfig, names: Names = GATED, router: str = "gate", shared: Names = GATED) -> MoEMLP:
         """Build a mixture of experts. `names` and `shared`: gate, up and down of an expert and of the shared one."""
         settings, hidden, activation = config.experts, config.hidden_size, config.activation
@@ -243,8 +251,8 @@ class LayerBuilder:
         experts = self._experts(hidden, settings, activation, names)
         shared_mlp, shared_gate = None, None
         if settings.shared_size:
-            size = settings.shared_size
-            shared_mlp = self.gated_mlp(hidden, size, activation, bias=False, names=shared, reduces=False)
+            make = partial(self.gated_mlp, names=shared) if settings.is_gated else self.plain_mlp
+            shared_mlp = make(hidden, settings.shared_size, activation, bias=False, reduces=False)
         if settings.shared_has_gate:
             shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self.placement)
         is_row = settings.biased_softmax
@@ -269,14 +277,16 @@ class LayerBuilder:
         own, total = splits.experts(settings.num), expert_sum(splits.group, settings, whole=splits.whole_experts)
         size, bias, clamp = splits.expert_size(settings.size), settings.has_bias, clamp_of(settings)
         if not triton and device.type != "meta":
-            mlp = partial(self.gated_mlp, hidden, size, activation, bias=bias, names=names, clamp=clamp, reduces=False)
-            return SeparateExperts({number: mlp() for number in own}, total)
+            mlp = partial(self.gated_mlp, names=names, clamp=clamp) if settings.is_gated else self.plain_mlp
+            made = {number: mlp(hidden, size, activation, bias=bias, reduces=False) for number in own}
+            return SeparateExperts(made, total)
         gate, up, down = names
         make = partial(ExpertLinear, own, placement=self.placement, bias=bias, float8=self._float8)
         group = None if size.is_whole else splits.group
-        gate_up, down_proj = make(hidden, {gate: size, up: size}), make(size, {down: hidden}, group=group)
+        first = make(hidden, {gate: size, up: size} if settings.is_gated else {up: size})
+        down_proj = make(size, {down: hidden}, group=group)
         rows = dependent_rows(device) if triton else 0
-        return StackedExperts(gate_up, down_proj, activation, self._ops, dependent_rows=rows, total=total)
+        return StackedExperts(first, down_proj, activation, self._ops, dependent_rows=rows, total=total)
 
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)

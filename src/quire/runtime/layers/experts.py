@@ -18,7 +18,7 @@ from quire.kernels.native.weights import ExpertWeights
 from quire.kernels.reference.experts import choose_experts
 from quire.runtime.layers.adapted import ActiveAdapters, NativeAdapters
 from quire.runtime.layers.linear import Linear, all_reduce
-from quire.runtime.layers.mlp import GatedMLP
+from quire.runtime.layers.mlp import MLP, GatedMLP
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import AdaptedRows, ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value, add_in_place
@@ -98,7 +98,7 @@ class SeparateExperts(nn.ModuleDict):
     """Experts with a weight tensor each. The rows of one expert are multiplied together, one expert after the other.
     The outputs for a token are summed in ascending order of its experts, so the sum does not depend on the batch."""
 
-    def __init__(self, experts: Mapping[int, GatedMLP], total: ExpertSum = NO_SUM) -> None:
+    def __init__(self, experts: Mapping[int, GatedMLP | MLP], total: ExpertSum = NO_SUM) -> None:
         """`experts`: the experts of this rank by their index; indices are consecutive. `total`: sums over ranks."""
         super().__init__({str(number): expert for number, expert in experts.items()})
         self.own, self._total = range(min(experts), max(experts) + 1), total
@@ -107,16 +107,16 @@ class SeparateExperts(nn.ModuleDict):
     def products(self) -> dict[str, tuple[Linear, ...]]:
         """The linear layers of every expert, by the name of the gemm."""
         mlps = self._mlps
-        return {"gate_up_proj": tuple(e.gate_up_proj for e in mlps), "down_proj": tuple(e.down_proj for e in mlps)}
+        return {mlps[0].first_name: tuple(e.first for e in mlps), "down_proj": tuple(e.down_proj for e in mlps)}
 
     @property
-    def _mlps(self) -> list[GatedMLP]:
-        return cast("list[GatedMLP]", list(self.values()))
+    def _mlps(self) -> list[GatedMLP | MLP]:
+        return cast("list[GatedMLP | MLP]", list(self.values()))
 
     @property
     def _active(self) -> ActiveAdapters | None:
         """The LoRA adapters of the running step, or None if no adapter changes experts."""
-        adapters = self._mlps[0].gate_up_proj.adapters
+        adapters = self._mlps[0].first.adapters
         return None if adapters is None else adapters.active
 
     def mix(
@@ -173,7 +173,7 @@ class SeparateExperts(nn.ModuleDict):
         self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], each: _OfEach
     ) -> Symbol:
         """Append the operation to the program that is being traced."""
-        mlps = self._mlps
+        mlps = [mlp for mlp in self._mlps if isinstance(mlp, GatedMLP)]  # the compiled kernels have only these
         linears = [pair for mlp in mlps if (pair := mlp.as_native()) is not None]
         if len(linears) < len(self):
             is_narrowed = self._active is not None and self._active.is_narrowed
@@ -217,7 +217,7 @@ class MoEMLP(nn.Module):
         gate: Router,
         experts: ExpertSet,
         settings: Experts,
-        shared_expert: GatedMLP | None = None,
+        shared_expert: GatedMLP | MLP | None = None,
         shared_expert_gate: Linear | None = None,
         score_bias: ScoreBias | None = None,
     ) -> None:

@@ -16,6 +16,8 @@ from quire.runtime.layers.stream import Normed, Projected, Stream, Value
 class MLP(nn.Module):
     """down(activation(up(x)))."""
 
+    first_name = "up_proj"  # of the gemm in front of the activation
+
     def __init__(self, up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps) -> None:
         super().__init__()
         self.up_proj, self.down_proj = up_proj, down_proj
@@ -23,6 +25,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Value | Normed) -> Projected:  # [tokens, hidden]
         return self.down_proj.later(self._ops.activate(self.up_proj(x), self._activation))
+
+    @property
+    def first(self) -> Linear:
+        return self.up_proj
 
 
 class SideGate(nn.Module):
@@ -41,6 +47,8 @@ class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)), with gate and up in one gemm. `clamp`: limits on gate and up, if the model has
     any."""
 
+    first_name = "gate_up_proj"  # as in MLP
+
     def __init__(
         self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps, clamp: Clamp | None = None
     ) -> None:
@@ -50,6 +58,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Value | Normed) -> Projected:  # [tokens, hidden]
         return self.down_proj.later(self._gated(x))
+
+    @property
+    def first(self) -> Linear:
+        return self.gate_up_proj
 
     def as_native(self) -> tuple[tuple[LinearWeights, ...], LinearWeights] | None:
         """Return the weights of gate and up, and of down, for the compiled kernels, or None if one has no compiled

@@ -172,29 +172,30 @@ def _add_adapters(out: Tensor, x: Tensor, linear: ExpertLinear, routing: Routing
 
 
 class StackedExperts(nn.Module):
-    """down(activation(gate(x)) * up(x)) of each expert, for the tokens routed to it.
+    """down(activation(gate(x)) * up(x)) of each expert, for the tokens routed to it; down(activation(up(x))) if the
+    first gemm has no gate.
 
     `dependent_rows`: fewest tokens of a step with programmatic dependent launch.
     """
 
     def __init__(
-        self, gate_up_proj: ExpertLinear, down_proj: ExpertLinear, activation: str, ops: LayerOps,
+        self, first: ExpertLinear, down_proj: ExpertLinear, activation: str, ops: LayerOps,
         *, dependent_rows: int, total: ExpertSum = NO_SUM,
     ) -> None:  # fmt: skip
         super().__init__()
         self._total = total  # over ranks
-        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        self.first, self.down_proj, self._is_gated = first, down_proj, first.num_parts > 1
         self._activation, self._ops, self._dependent_rows = activation, ops, dependent_rows
 
     @property
     def products(self) -> dict[str, tuple[ExpertLinear, ...]]:
         """The linear layers of all experts, by the name of the gemm."""
-        return {"gate_up_proj": (self.gate_up_proj,), "down_proj": (self.down_proj,)}
+        return {"gate_up_proj" if self._is_gated else "up_proj": (self.first,), "down_proj": (self.down_proj,)}
 
     @property
     def own(self) -> range:
         """The experts of this rank."""
-        return self.gate_up_proj.experts
+        return self.first.experts
 
     def mix(
         self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...] = (),
@@ -203,27 +204,29 @@ class StackedExperts(nn.Module):
         from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, combine, route
         from quire.kernels.triton.grouped_nibbles import choose_nibble_tilings
 
-        gate_up, down, used = self.gate_up_proj.stack, self.down_proj.stack, experts.num_used
-        choose = choose_grouped_tilings if isinstance(gate_up, Stack) else choose_nibble_tilings
+        up, down, used = self.first.stack, self.down_proj.stack, experts.num_used
+        choose = choose_grouped_tilings if isinstance(up, Stack) else choose_nibble_tilings
         first, second = choose(len(x) * used, experts.num, x.element_size(), x.device)
         dependent = len(x) >= self._dependent_rows
         routing = route(
             logits, used, first,
             is_normalized=experts.is_normalized, scale=experts.scale, factors=factors, rows=rows,
             groups=(experts.num_groups, experts.groups_used), score_bias=score_bias, dependent=dependent,
-            own=self.gate_up_proj.experts,
+            own=self.first.experts,
         )  # fmt: skip
         senders = self._total.senders(routing.chosen)
-        adapters, clamp = self.gate_up_proj.adapters, clamp_of(experts)
+        adapters, clamp = self.first.adapters, clamp_of(experts)
         is_adapted = adapters is not None and adapters.active.is_on
-        if is_adapted:  # the LoRA change is added before the activation
-            both = _product(x, gate_up, routing, first, num_used=used, dependent=dependent)
-            _add_adapters(both, x, self.gate_up_proj, routing, dependent=dependent)
-            inner = self._ops.gate(both, self._activation, clamp)
+        if is_adapted or not self._is_gated:  # the LoRA change is added before the activation
+            both = _product(x, up, routing, first, num_used=used, dependent=dependent)
+            if is_adapted:
+                _add_adapters(both, x, self.first, routing, dependent=dependent)
+            ops, kind = self._ops, self._activation
+            inner = ops.gate(both, kind, clamp) if self._is_gated else ops.activate(both, kind)
             del both
         else:
             inner = _product(
-                x, gate_up, routing, first, num_used=used, activation=self._activation, clamp=clamp,
+                x, up, routing, first, num_used=used, activation=self._activation, clamp=clamp,
                 dependent=dependent,
             )  # fmt: skip
         y = _product(inner, down, routing, second, num_used=1, dependent=dependent)
