@@ -126,6 +126,25 @@ def test_a_mean_is_summed_over_chunks_and_takes_nothing_from_the_cache(tmp_path:
         server.close()
 
 
+def test_a_decoder_stored_without_a_head_is_served_for_embeddings(tmp_path: Path) -> None:
+    model = save_decoder(tmp_path, "MistralModel")
+    server = DecoderServer(tmp_path)
+    try:
+        answer = server.post(EMBED, {"input": TEXTS}).json()
+        for text, one in zip(TEXTS, answer["data"], strict=True):
+            with torch.no_grad():
+                state = model(input_ids=torch.tensor([ids(text)])).last_hidden_state[0, -1]
+            close_to(one["embedding"], torch.nn.functional.normalize(state, dim=0))
+        first, second = (torch.tensor(one["embedding"]) for one in answer["data"][:2])
+        (score,) = server.post(SCORE, {"text_1": TEXTS[0], "text_2": TEXTS[1]}).json()["data"]
+        assert score["score"] == pytest.approx(float(first @ second), abs=1e-4)
+        answer = server.post("/v1/completions", {"model": MODEL, "prompt": "x"})
+        assert answer.status_code == 400
+        assert "generates no text; use /v1/embeddings" in answer.text
+    finally:
+        server.close()
+
+
 def test_a_task_decides_what_a_decoder_is_served_for(tmp_path: Path) -> None:
     model = save_decoder(tmp_path, "LlamaForCausalLM")
     server = DecoderServer(tmp_path)

@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
 def save_decoder(folder: Path, kind: str, **fields: Any) -> Any:
     """Save a tiny random model of a class of transformers, such as Qwen3ForCausalLM, and return it."""
     torch.manual_seed(0)
-    family = kind.partition("For")[0]
+    family = kind.partition("For")[0].removesuffix("Model")
     config = getattr(transformers, f"{family}Config")(**SIZES, **fields)
     model = getattr(transformers, kind)(config).eval()
     model.save_pretrained(folder)

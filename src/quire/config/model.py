@@ -224,7 +224,7 @@ class ModelConfig:
     mlp_layers: tuple[int, ...] = ()  # layers that are an MLP or a mixture of experts and nothing else
     mlp_factors: tuple[float, float] | None = None  # on the gates of MLPs before the activation, and on their outputs
     vision: Vision | None = None  # None: the model takes no images
-    num_labels: int = 0  # labels of a decoder that classifies texts by their last token; 0: it generates
+    num_labels: int = 0  # labels of a decoder that classifies texts by their last token; 0: no head for them
     eagle: EagleHead | None = None  # set for an EAGLE head; None: a complete model
     attention_gate: bool = False  # attention outputs are multiplied by a sigmoid gate of the token
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype

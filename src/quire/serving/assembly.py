@@ -50,7 +50,7 @@ from quire.runtime.loading.namespace import cache_namespace
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
 from quire.runtime.models.build import count_rank_weights, without_vision
-from quire.runtime.models.registry import ENTRIES, check_drafts, check_generates
+from quire.runtime.models.registry import DECODERS, ENTRIES, check_drafts, check_generates
 from quire.types.errors import ConfigError, InvalidRequest
 
 logger = logging.getLogger("quire")
@@ -207,7 +207,7 @@ def plan_model(
     if offline and kind == "decoder" and arguments.task in ("auto", "generate"):
         return _plan_engine(files, model, arguments, offline=offline)  # it can do both; the call decides
     settings = read_pooling_settings(files, arguments.task)
-    if settings is None or kind in ("decoder", "decoder classifier"):
+    if settings is None or kind in DECODERS:
         return replace(_plan_engine(files, model, arguments, offline=offline), settings=settings)
     check_one_rank(arguments.tensor_parallel_size, arguments.pipeline_parallel_size, arguments.executor)
     config = resolve_encoder_config(arguments, detect_hardware(), model, settings)

@@ -377,9 +377,9 @@ class LLM(OfflineModel):
             raise batch.errors[0]
 
     def _check_generates(self) -> None:
-        if self.model_config.num_labels:
-            reason = f"{self._loaded.name} is a classifier: it gives texts labels or scores and generates no text"
-            raise InvalidRequest("model", reason, "call classify or score, or load a model that generates text")
+        loaded = self._loaded
+        if isinstance(loaded, LoadedModel) and (reason := loaded.why_silent) is not None:
+            raise InvalidRequest("model", f"{loaded.name} {reason}", "load a model that generates text")
 
     def _alone(self) -> AbstractContextManager[None]:
         return self._exclusively() if isinstance(self._loaded, LoadedModel) else super()._alone()

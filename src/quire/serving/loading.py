@@ -20,6 +20,7 @@ from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.generation import check_generation_config, read_sampling_defaults
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
+from quire.runtime.models.registry import why_silent
 from quire.serving.assembly import PlannedEncoder, PlannedEngine, plan_engine, plan_model
 from quire.serving.client import EngineClient, InProcessClient
 from quire.serving.encoding import LoadedTexts
@@ -55,6 +56,7 @@ class LoadedModel:
     requests: RequestMaker
     client: EngineClient
     pooling: PoolingModel | None = None  # how a pooling task pools token vectors; None: the model generates text
+    why_silent: str | None = None  # why the model generates no text; None: it does
     images: ImageTaker | None = None  # reads the images of messages; None: the model takes no images
 
     @property
@@ -175,6 +177,7 @@ def _load_engine(
         requests=requests,
         client=InProcessClient(core),
         pooling=planned.pooling,
+        why_silent=why_silent(planned.model.architecture),
     )
 
 

@@ -19,7 +19,7 @@ from quire.runtime.layers.side_inputs import SideInputs
 from quire.runtime.models import gguf_config
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.decoder_block import DecoderBlock, stream_norm
-from quire.runtime.models.family import Family, GgufFamily, classifier_of
+from quire.runtime.models.family import Family, GgufFamily, classifier_of, embedder_of
 from quire.runtime.models.hf_config import (
     read_decoder,
     read_window,
@@ -118,3 +118,4 @@ QWEN3 = Family(name="qwen3", build=Decoder, read=read_qwen3, gguf=GgufFamily(qk_
 LLAMA_CLASSIFIER, MISTRAL_CLASSIFIER, QWEN2_CLASSIFIER, QWEN3_CLASSIFIER = map(
     classifier_of, (LLAMA, MISTRAL, QWEN2, QWEN3)
 )
+LLAMA_EMBEDDER, MISTRAL_EMBEDDER, QWEN2_EMBEDDER, QWEN3_EMBEDDER = map(embedder_of, (LLAMA, MISTRAL, QWEN2, QWEN3))

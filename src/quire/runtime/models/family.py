@@ -167,3 +167,16 @@ def read_classifier(config: Fields, family: Family) -> ModelConfig:
 
 def classifier_of(family: Family) -> Family:
     return Family(name=f"{family.name}-classifier", build=family.build, read=partial(read_classifier, family=family))
+
+
+def read_embedder(config: Fields, family: Family) -> ModelConfig:
+    """Read the config of a decoder that is stored without its output head. As in a classifier, the head is tied."""
+    if config.raw("classifier_from_token") is not None:
+        reason = "needs the logits of tokens, and this checkpoint has no output head"
+        raise config.refuse("classifier_from_token", reason, fix="remove it, or use a checkpoint for generation")
+    return replace(family.read(config), architecture=f"{family.name}-embedder", tie_word_embeddings=True)
+
+
+def embedder_of(family: Family) -> Family:
+    read = partial(read_embedder, family=family)
+    return Family(name=f"{family.name}-embedder", build=family.build, read=read, rename=family.rename)

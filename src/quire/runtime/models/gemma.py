@@ -20,7 +20,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import PostNormed, Projected, Stream, Value
 from quire.runtime.layers.vision import VisionTower
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import Family, text_model_name
+from quire.runtime.models.family import Family, embedder_of, text_model_name
 from quire.runtime.models.gguf_gemma import GGUF2, GGUF3
 from quire.runtime.models.hf_config import (
     FULL,
@@ -138,4 +138,5 @@ def rename(name: str) -> str | None:
 
 
 GEMMA2 = Family(name="gemma2", build=Gemma, read=read_gemma2, gguf=GGUF2)
+GEMMA2_EMBEDDER = embedder_of(GEMMA2)
 GEMMA3 = Family(name="gemma3_text", build=Gemma, read=read_gemma3, rename=rename, nested="text_config", gguf=GGUF3)

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 # A decoder generates text, an encoder computes embeddings, a classifier is an encoder or a decoder with a head for
-# labels. A draft head drafts for a decoder and is no model by itself.
-Kind = Literal["decoder", "encoder", "classifier", "decoder classifier", "draft head"]
+# labels. A decoder embedder has no head at all. A draft head drafts for a decoder and is no model by itself.
+Kind = Literal["decoder", "encoder", "classifier", "decoder classifier", "decoder embedder", "draft head"]
 CLASSIFIERS: tuple[Kind, ...] = ("classifier", "decoder classifier")
+DECODERS: tuple[Kind, ...] = ("decoder", "decoder classifier", "decoder embedder")  # texts are requests of an engine
 
 
 class Entry(NamedTuple):
@@ -156,6 +157,11 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen3-classifier": Entry(
         "decoder", "QWEN3_CLASSIFIER", ("Qwen3ForSequenceClassification",), kind="decoder classifier"
     ),
+    "llama-embedder": Entry("decoder", "LLAMA_EMBEDDER", ("LlamaModel",), kind="decoder embedder"),
+    "mistral-embedder": Entry("decoder", "MISTRAL_EMBEDDER", ("MistralModel",), kind="decoder embedder"),
+    "qwen2-embedder": Entry("decoder", "QWEN2_EMBEDDER", ("Qwen2Model",), kind="decoder embedder"),
+    "qwen3-embedder": Entry("decoder", "QWEN3_EMBEDDER", ("Qwen3Model",), kind="decoder embedder"),
+    "gemma2-embedder": Entry("gemma", "GEMMA2_EMBEDDER", ("Gemma2Model",), kind="decoder embedder"),
     "bert": Entry("bert", "BERT", ("BertModel", "BertForMaskedLM"), in_gguf=True, kind="encoder"),
     "roberta": Entry("bert", "ROBERTA", ("RobertaModel", "RobertaForMaskedLM"), kind="encoder"),
     "xlm-roberta": Entry("bert", "XLM_ROBERTA", ("XLMRobertaModel", "XLMRobertaForMaskedLM"), kind="encoder"),
@@ -187,15 +193,28 @@ def of_kind(kind: Kind) -> tuple[str, ...]:
 
 def check_generates(name: str, setting: str = "model") -> None:
     """Raise ConfigError if a family does not generate text. `setting`: the setting that names the model."""
-    kind = ENTRIES[name].kind
-    if kind == "draft head":
+    if ENTRIES[name].kind == "draft head":
         reason = f"is an EAGLE head ({name}): it drafts for another model and generates no text by itself"
         raise ConfigError(setting, reason, "use the model that it belongs to, and name the head in speculative_config")
-    if kind != "decoder":
-        does = "is a classifier" if kind in CLASSIFIERS else "is an encoder"
-        makes = "gives texts labels or scores" if kind in CLASSIFIERS else "makes embeddings"
-        reason = f"{does} ({name}): it {makes} and generates no text"
-        raise ConfigError(setting, reason, "use a model that generates text")
+    if (why := why_silent(name, f" ({name})")) is not None:
+        raise ConfigError(setting, why, "use a model that generates text")
+
+
+def why_silent(name: str, detail: str = "") -> str | None:
+    """Return why a family generates no text, with `detail` after what it is, or None if it does."""
+    kind = ENTRIES[name].kind
+    if kind == "decoder":
+        return None
+    makes = "gives texts labels or scores" if kind in CLASSIFIERS else "makes embeddings"
+    return f"{describe(name)}{detail}: it {makes} and generates no text"
+
+
+def describe(name: str) -> str:
+    """Return what a family is that generates no text."""
+    kind = ENTRIES[name].kind
+    if kind == "decoder embedder":
+        return "is a decoder without output head"
+    return "is a classifier" if kind in CLASSIFIERS else "is an encoder"
 
 
 def check_drafts(name: str) -> None:

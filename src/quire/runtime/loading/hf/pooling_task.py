@@ -10,7 +10,7 @@ from quire.runtime.loading.hf.config import CONFIG
 from quire.runtime.loading.hf.json_file import read_json
 from quire.runtime.loading.hf.sentence import MODULES, read_embedding_settings, read_modules
 from quire.runtime.loading.model_config import read_family, read_gguf_pooling
-from quire.runtime.models.registry import ENTRIES
+from quire.runtime.models.registry import ENTRIES, describe
 from quire.types.errors import ConfigError
 
 ANSWERS = ("no", "yes")
@@ -27,9 +27,10 @@ def read_pooling_settings(files: ModelFiles, task: str) -> EmbeddingSettings | N
     """
     if task not in TASKS:
         raise ConfigError("task", f"{task!r} is unknown", f"choose one of {', '.join(TASKS)}")
-    if ENTRIES[read_family(files)].kind != "decoder":
+    family = read_family(files)
+    if ENTRIES[family].kind != "decoder":
         settings = read_embedding_settings(files)
-        _check_task(task, settings.classes)
+        _check_task(task, settings.classes, family)
         return settings
     if task == "generate":
         return None
@@ -43,15 +44,16 @@ def read_pooling_settings(files: ModelFiles, task: str) -> EmbeddingSettings | N
     return read_embedding_settings(files) if task != "auto" or embeds else None
 
 
-def _check_task(task: str, classes: Classes | None) -> None:
+def _check_task(task: str, classes: Classes | None, family: str) -> None:
     """Refuse a task that a model without text generation does not support. The score of two embeddings is their
     cosine."""
     does = ("embed", "score") if classes is None else ("classify", "score")[: 2 if len(classes.labels) == 1 else 1]
     if task not in ("auto", "pooling", *does):
         fix = f'leave it out, or use "{does[0]}"'
         if task == "generate":
-            kind = "an encoder" if classes is None else "a classifier"
-            raise ConfigError("task", f"'generate' is for models that generate text, and this one is {kind}", fix)
+            raise ConfigError(
+                "task", f"'generate' is for models that generate text, and this one {describe(family)}", fix
+            )
         raise ConfigError("task", f"{task!r} is not what this model does", fix)
 
 

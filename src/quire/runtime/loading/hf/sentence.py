@@ -14,7 +14,7 @@ from quire.runtime.loading.hf.config import CONFIG
 from quire.runtime.loading.hf.json_file import read_json
 from quire.runtime.loading.model_config import read_family, read_gguf_pooling
 from quire.runtime.models.labels import read_classes
-from quire.runtime.models.registry import CLASSIFIERS, ENTRIES
+from quire.runtime.models.registry import CLASSIFIERS, DECODERS, ENTRIES
 from quire.types.errors import ModelLoadError
 
 MODULES, POOLING, GENERAL = "modules.json", "config.json", "config_sentence_transformers.json"
@@ -24,13 +24,13 @@ _PREFIX = "pooling_mode_"
 
 def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
     """Read the embedding settings of a model's folder, or the pooling of a GGUF file. Without such files: mean pooling,
-    normalized; for models that generate text, the last token, normalized. A classifier has labels in place of an
+    normalized; for decoders, the last token, normalized. A classifier has labels in place of an
     embedding.
 
     Raises ModelLoadError for an unsupported setting that would change the embeddings.
     """
     directory, kind = files.path, ENTRIES[read_family(files)].kind
-    usual = Pooling("last" if kind == "decoder" else "mean")
+    usual = Pooling("last" if kind in DECODERS else "mean")
     if files.kind != "hf":
         named = read_gguf_pooling(files)
         return EmbeddingSettings(usual if named is None else Pooling(named))
