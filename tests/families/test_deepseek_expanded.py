@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("triton")
 
 import triton_cases  # noqa: F401  float8 as hardware rounds it
 from family_bench import SIZES, hf_checkpoint
+from family_models import FamilyCase
 from quire.config.model import Heads, Latent
 from quire.runtime.attention.expanded import ExpandedScratch
 from quire.runtime.attention.triton_latent import LatentTritonAttention
@@ -47,6 +49,16 @@ def expand(monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
 def bench(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, passes: int, kv_dtype: str = "float32") -> Bench:
     expand(monkeypatch, passes)
     return Bench(checkpoint, engine_config(max_len=64, kv_dtype=kv_dtype), attention="triton")  # type: ignore[arg-type]
+
+
+def test_scaled_queries_read_expanded_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FamilyCase("mistral4", tmp_path).model is not None
+    scaled = open_checkpoint(files_at(tmp_path))
+    assert scaled.config.rope.scales_queries
+    absorbed, expanded = (mix_steps(bench(scaled, monkeypatch, passes)) for passes in (0, 1))
+    assert expanded.tokens == absorbed.tokens
+    for row, seen in absorbed.sampler.seen.items():
+        torch.testing.assert_close(torch.stack(expanded.sampler.seen[row]), torch.stack(seen), rtol=0.0, atol=1e-2)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float8"])

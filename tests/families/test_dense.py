@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from family_bench import BACKENDS, PROMPTS, SIZES, change_config, check_parity, hf_checkpoint, hf_model, logits_of
 from family_models import FamilyCase
-from quire.config.model import Rope
-from quire.runtime.layers.rotary import QUERY_SCALE, QueryScale
+from quire.config.model import QUERY_SCALE, Rope
+from quire.runtime.layers.rotary import QueryScale
 from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at

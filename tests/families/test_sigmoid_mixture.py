@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from family_bench import change_config, check_parity
+from family_bench import NUM_DECODED, PROMPTS, change_config, check_parity
 from family_models import FamilyCase
 from quire.config.arguments import EngineArguments
 from quire.config.lengths import model_length, wanted_length
@@ -99,6 +99,37 @@ def test_mistral_4_is_published_within_mistral_3(tmp_path: Path) -> None:
     check_parity(tmp_path, attention="auto", model=case.model)
 
 
+@pytest.mark.parametrize("attention", ["auto", "reference", "triton"])
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}])
+def test_mistral_4_scales_queries_beyond_the_original_length(
+    attention: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    case = written("mistral4", tmp_path, **changes)
+    config = open_checkpoint(files_at(tmp_path)).config
+    assert config.context_limit is None
+    assert dict(config.rope.scaling)["original_max_position_embeddings"] == 4 < NUM_DECODED + len(PROMPTS[0])
+    check_parity(tmp_path, attention=attention, model=case.model)
+    unscaled = json.loads((tmp_path / "config.json").read_text())["rope_parameters"] | {"llama_4_scaling_beta": 0.0}
+    change_config(tmp_path, rope_parameters=unscaled)
+    with pytest.raises(AssertionError):
+        check_parity(tmp_path, attention=attention, model=case.model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [({"qk_nope_head_dim": 17}, "qk_nope_head_dim"), ({"rope_parameters": None}, "original_max_position_embeddings")],
+)
+def test_scaled_queries_of_mistral_4_need_an_even_size_and_the_original_length(
+    changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    written("mistral4", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    rope = {name: value for name, value in values["rope_parameters"].items() if "original" not in name}
+    change_config(tmp_path, **{name: value or rope for name, value in changes.items()})
+    with pytest.raises(ModelLoadError, match=key):
+        open_checkpoint(files_at(tmp_path))
+
+
 def test_published_files_of_hunyuan_list_a_number_for_each_layer(tmp_path: Path) -> None:
     case = written("hunyuan_v1_moe", tmp_path)
     each = {"moe_topk": [2, 2, 2], "moe_intermediate_size": [96, 96, 96], "num_shared_expert": [1, 1, 1]}
@@ -126,7 +157,6 @@ def test_a_context_of_llama_4_is_not_limited_where_nothing_changes_in_it(tmp_pat
     [
         ("deepseek_v32", "index_topk", 128),
         ("glm_moe_dsa", "index_topk", 128),
-        ("mistral4", "original_max_position_embeddings", 128),
         ("llama4_text", "floor_scale", 127),
     ],
 )

@@ -155,8 +155,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral4": {
         **LATENT, "q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
         "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128,
-            "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+            "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 32.0, "original_max_position_embeddings": 4,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.5,
         },
     },
     "mistral3": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,6 +17,7 @@ Quantization = Literal["fp8", "int8", "int4"]  # to which plain weights are quan
 CpuWeights = Literal["integer", "integer8", "integer16", "float"]  # arithmetic of a CPU's quantized gemms
 QUANTIZATIONS: tuple[Quantization, ...] = ("fp8", "int8", "int4")
 STORED_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4")  # of quantized checkpoints
+QUERY_SCALE = "llama_4_scaling_beta"  # parameter of rotary positions that also scale queries
 INT4_GROUP = 64  # int4 weights per scale and offset
 # For the KV cache: bytes per cache entry, see `stored_specs`.
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1, "int4": 1}
@@ -67,6 +69,11 @@ class Latent:
     def query_dim(self) -> int:
         return self.nope_dim + self.rope_dim
 
+    @property
+    def scaled_dim(self) -> int:
+        """Width of the table that scales queries by their position: a divisor of a query's elements."""
+        return math.gcd(self.query_dim, 16)
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -83,6 +90,10 @@ class Rope:
     # Multi-axis positions (mRoPE): a token has a position in time, height and width. sections[i] frequencies use axis
     # i, in this order and repeated. (): tokens have one position.
     sections: tuple[int, ...] = ()
+
+    @property
+    def scales_queries(self) -> bool:
+        return bool(dict(self.scaling).get(QUERY_SCALE))
 
 
 @dataclass(frozen=True, slots=True)

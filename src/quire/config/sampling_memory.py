@@ -51,7 +51,8 @@ def mask_memory(model: ModelConfig, config: EngineConfig, attention: str) -> tup
 
 
 def rotary_memory(model: ModelConfig, max_model_len: int, value_bytes: int) -> int:
-    """Return the bytes of the tables of rotary embeddings, one for each kind of rotary embedding in the layers.
+    """Return the bytes of the tables of rotary embeddings, one for each kind of rotary embedding in the layers, and one
+    more for those that scale queries.
 
     A table holds cos and sin for all rotated elements of a head, and half of that again for the Triton kernels, for a
     power of two of positions.
@@ -62,5 +63,7 @@ def rotary_memory(model: ModelConfig, max_model_len: int, value_bytes: int) -> i
     for layer in model.layers:
         if (rope := model.rope_of(layer)) is not None:
             whole = model.heads_of(layer).dim if model.latent is None else model.latent.rope_dim
-            tables.add((rope, whole if rope.dim is None else rope.dim))
-    return sum(positions * 3 * dim * value_bytes for _, dim in tables)
+            tables.add((rope, whole if rope.dim is None else rope.dim, False))
+            if rope.scales_queries:
+                tables.add((rope, whole if model.latent is None else model.latent.scaled_dim, True))
+    return sum(positions * 3 * dim * value_bytes for _, dim, _ in tables)

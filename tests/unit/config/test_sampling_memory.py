@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.config.engine import SchedulerConfig
-from quire.config.model import Heads, Latent, Rope
+from quire.config.model import QUERY_SCALE, Heads, Latent, Rope
 from quire.config.sampling_memory import BYTES_PER_LOGIT, rotary_memory, sampling_memory
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.weights import Placement
@@ -55,3 +55,6 @@ def test_every_kind_of_positions_has_a_table() -> None:
     assert rotary_memory(replace(SMALL, layers_without_rope=tuple(range(30))), 2_048, 2) == 0
     latent = replace(SMALL, latent=Latent(rank=512, nope_dim=128, rope_dim=32, value_dim=128))
     assert rotary_memory(latent, 2_048, 2) == plain // 2
+    scaled = Rope(max_position=8_192, scaling=((QUERY_SCALE, 0.1),))
+    assert rotary_memory(replace(SMALL, rope=scaled), 2_048, 2) == 2 * plain
+    assert rotary_memory(replace(latent, rope=scaled), 2_048, 2) == plain // 2 + plain // 4

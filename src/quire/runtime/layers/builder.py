@@ -49,7 +49,7 @@ from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.quantizing import choose_quantizing_product
 from quire.runtime.layers.recurrent import RecurrentLayers
-from quire.runtime.layers.rotary import QueryScale, Rotary, scales_queries
+from quire.runtime.layers.rotary import Rotaries
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention
@@ -112,7 +112,7 @@ class LayerBuilder:
             else choose_product(dtype, device, keeps_weight=True, cpu_weights=config.cpu_weights)
         )
         self._ops = choose_ops(dtype, device, triton=triton)
-        self._rotaries: dict[tuple[Rope, int], Rotary] = {}
+        self._rotaries = Rotaries(self.placement)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -328,9 +328,9 @@ class LayerBuilder:
         default only the scale dim**-0.5. `shared`: whether it lends and borrows keys and values, see Attention."""
         rule = rule or AttentionRule(heads.dim**-0.5)
         self.backend.accept(rule)
-        rotary = None if rope is None else self._rotary(rope, heads.dim if rope.dim is None else rope.dim)
+        rotary = None if rope is None else self._rotaries.rotary(rope, heads.dim if rope.dim is None else rope.dim)
         lends, borrows = shared
-        scale = QueryScale(rope, heads.dim, self.placement) if rope is not None and scales_queries(rope) else None
+        scale = None if rope is None else self._rotaries.query_scale(rope, heads.dim)
         own = self._splits.heads(heads)
         return Attention(own, layer, rule, rotary, self._ops, lends=lends, borrows=borrows, query_scale=scale)
 
@@ -356,15 +356,16 @@ class LayerBuilder:
         return LatentProducts(queries, config.latent, self._heads_product, self.placement)
 
     def latent_attention(self, config: ModelConfig, layer: int) -> LatentAttention:
-        latent, scale = config.latent, config.attention_scale
+        latent, factor = config.latent, config.attention_scale
         assert latent is not None
-        rule = AttentionRule(latent.query_dim**-0.5 if scale is None else scale)
+        rule = AttentionRule(latent.query_dim**-0.5 if factor is None else factor)
         self.backend.accept(rule)
         if isinstance(self.backend, LatentBackend):
             self.backend.accept_latent(latent, self.placement.dtype)
-        rotary = self._rotary(config.rope, latent.rope_dim)
+        rotary = self._rotaries.rotary(config.rope, latent.rope_dim)
         heads = self._splits.heads(config.heads)
-        return LatentAttention(heads, latent, config.place_of(layer), rule, rotary, self._ops)
+        scale = self._rotaries.query_scale(config.rope, latent.scaled_dim)
+        return LatentAttention(heads, latent, config.place_of(layer), rule, rotary, self._ops, scale)
 
     def _heads_product(self, weight: Tensor, rest: int) -> HeadLinear:
         if self.backend.kernels == "triton":
@@ -372,12 +373,6 @@ class LayerBuilder:
         if self.backend.kernels == "native":
             return PackedHeads(weight, rest, self._table_product)
         return DenseHeads(weight, rest)
-
-    def _rotary(self, rope: Rope, dim: int) -> Rotary:
-        """Return the Rotary shared by all layers with the same positions."""
-        if (rope, dim) not in self._rotaries:
-            self._rotaries[rope, dim] = Rotary(rope, dim, self.placement)
-        return self._rotaries[rope, dim]
 
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
         vocab = self._splits.size(vocab_size)

@@ -18,7 +18,7 @@ from quire.kernels.native.program import Symbol
 from quire.runtime.layers.head_linear import HeadLinear, heads_of
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.ops import LayerOps
-from quire.runtime.layers.rotary import Rotary, Rotation
+from quire.runtime.layers.rotary import QueryScale, Rotary, Rotation
 from quire.runtime.layers.split import Split
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Value
@@ -67,11 +67,12 @@ class LatentAttention(nn.Module):
     """Causal attention of `heads` over latents. Side effect: writes the step's slots of the layer's cache."""
 
     def __init__(
-        self, heads: Heads, latent: Latent, layer: int, rule: AttentionRule, rotary: Rotary, ops: LayerOps
-    ) -> None:
+        self, heads: Heads, latent: Latent, layer: int, rule: AttentionRule, rotary: Rotary, ops: LayerOps,
+        query_scale: QueryScale | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._heads, self._latent, self._layer, self.rule, self._ops = heads, latent, layer, rule, ops
-        self.rotary = rotary
+        self.rotary, self.query_scale = rotary, query_scale
 
     def forward(
         self, query: Value, latents: Value, step: ForwardStep, norm: RMSNorm, products: LatentProducts
@@ -89,6 +90,8 @@ class LatentAttention(nn.Module):
             self._store_by_triton(query, latents, step, norm)
         else:
             self._store_by_parts(query, latents, step, norm)
+        if self.query_scale is not None:
+            heads_of(query, heads.num_query, latent.query_dim).mul_(self.query_scale(step).cos[..., :1])
         if is_triton and plan.expanded is not None:
             attended: Tensor = step.backend.attend_expanded(query, cache, plan, self.rule, products)
             return attended
@@ -132,6 +135,9 @@ class LatentAttention(nn.Module):
         norm.of_part(latents, column)
         writer.rotate(latents, self.rotary, 1, latent.rope_dim, column=column + latent.rank)
         writer.rotate(query, self.rotary, heads.num_query, latent.query_dim, column=latent.nope_dim)
+        if self.query_scale is not None:
+            parts = heads.num_query * latent.query_dim // latent.scaled_dim
+            writer.rotate(query, self.query_scale, parts, latent.scaled_dim)
         writer.write(latents, place, column, 1, heads.dim, latent=latent.rank)
         sizes = (heads.num_query, 1, heads.dim)
         return writer.attend(to_latents(query), place, sizes, (cache.key.shape[2], 1), self.rule, latent=latent.rank)

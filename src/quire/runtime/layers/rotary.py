@@ -9,12 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quire.config.model import Rope
+from quire.config.model import QUERY_SCALE, Rope
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.weights import Placement
 from quire.types.errors import ConfigError
-
-QUERY_SCALE = "llama_4_scaling_beta"  # parameter of rotary positions that also scale queries
 
 
 class Rotation(NamedTuple):
@@ -105,8 +103,8 @@ class Rotary(nn.Module):
 
 
 class QueryScale(Rotary):
-    """Scales the queries of long sequences by their position (Llama 4, Ministral 3), as a rotation by no angle. Its
-    tables are as large as those of the rotation."""
+    """Scales the queries of long sequences by their position (Ministral 3, Mistral 4), as a rotation by no angle. Its
+    tables are as large as those of a rotation."""
 
     def __init__(self, rope: Rope, dim: int, placement: Placement) -> None:
         super().__init__(Rope(max_position=rope.max_position), dim, placement)
@@ -119,8 +117,24 @@ class QueryScale(Rotary):
         return torch.cat((whole, torch.zeros_like(whole)), dim=-1).to(self._placement.dtype)
 
 
-def scales_queries(rope: Rope) -> bool:
-    return bool(dict(rope.scaling).get(QUERY_SCALE))
+class Rotaries:
+    """The rotations and query scales of a model. Layers with the same positions share them."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._rotaries: dict[tuple[Rope, int], Rotary] = {}
+        self._query_scales: dict[tuple[Rope, int], QueryScale] = {}
+
+    def rotary(self, rope: Rope, dim: int) -> Rotary:
+        if (rope, dim) not in self._rotaries:
+            self._rotaries[rope, dim] = Rotary(rope, dim, self._placement)
+        return self._rotaries[rope, dim]
+
+    def query_scale(self, rope: Rope, dim: int) -> QueryScale | None:
+        """Return the scale of queries, or None if these positions do not scale them."""
+        if rope.scales_queries and (rope, dim) not in self._query_scales:
+            self._query_scales[rope, dim] = QueryScale(rope, dim, self._placement)
+        return self._query_scales.get((rope, dim))
 
 
 def _axes_of_pairs(sections: tuple[int, ...]) -> Tensor:  # [dim / 2]

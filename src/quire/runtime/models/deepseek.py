@@ -97,9 +97,11 @@ def read_deepseek_v3(config: Fields) -> ModelConfig:
 
 
 def read_latent_decoder(
-    config: Fields, name: str, max_position: int, *, experts: Experts, in_pairs: bool = True, **fields: Any
-) -> ModelConfig:
-    """Read the config of a decoder with latent attention. `fields`: further fields of ModelConfig."""
+    config: Fields, name: str, max_position: int, *, experts: Experts, in_pairs: bool = True,
+    more: tuple[str, ...] = (), **fields: Any,
+) -> ModelConfig:  # fmt: skip
+    """Read the config of a decoder with latent attention. `more`: further parameters of its rotary positions. `fields`:
+    further fields of ModelConfig."""
     num_heads = config.integer("num_attention_heads")
     if config.integer("num_key_value_heads", num_heads) != num_heads:
         raise config.refuse("num_key_value_heads", f"must be {num_heads}, as many as query heads")
@@ -120,7 +122,7 @@ def read_latent_decoder(
         if size < 1 or (key == "qk_rope_head_dim" and size % 2):
             raise config.refuse(key, f"must be above 0{', and even' if size > 0 else ''}, is {size}")
     heads = Heads(num_heads, 1, latent.rank + latent.rope_dim, latent.rank)
-    rope = read_rope(config, config.integer("max_position_embeddings", max_position))
+    rope = read_rope(config, config.integer("max_position_embeddings", max_position), more=more)
     rope = replace(rope, in_pairs=in_pairs)
     scale = latent.query_dim**-0.5 * score_scale(rope)
     own = {"heads": heads, "rope": rope, "latent": latent, "attention_scale": scale, "experts": experts}

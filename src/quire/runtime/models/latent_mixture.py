@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quire.config.fields import Fields
-from quire.config.model import Experts, ModelConfig
+from quire.config.model import QUERY_SCALE, Experts, ModelConfig
 from quire.runtime.models.deepseek import Deepseek, read_latent_decoder, rename_deepseek
 from quire.runtime.models.family import STACKED, Family
 from quire.runtime.models.hf_config import check_experts
@@ -24,10 +24,10 @@ SPARSE_EXPERTS = Experts(num=256, num_used=8, size=2_048, scale=2.5)
 LENGTH = "original_max_position_embeddings"
 MISTRAL_ROPE = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, LENGTH: 8_192, "beta_fast": 32.0, "beta_slow": 1.0,
-    "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+    "mscale_all_dim": 1.0, "mscale": 1.0, QUERY_SCALE: 0.1,
 }  # fmt: skip
 # Settings of Mistral 4's rotary positions that others have at the top of config.json, or that follow from others.
-_ELSEWHERE = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
+_ELSEWHERE = ("max_position_embeddings", "partial_rotary_factor")
 
 
 def read_glm4_moe_lite(config: Fields) -> ModelConfig:
@@ -59,12 +59,15 @@ def read_mistral4(config: Fields) -> ModelConfig:
     if not isinstance(given, dict):
         raise config.refuse("rope_parameters", "must hold one set of parameters for all layers")
     rope = Fields(config.file, {f"rope_parameters.{key}": value for key, value in given.items()}, "rope_parameters.")
-    is_scaled = rope.number("llama_4_scaling_beta", 0.0) != 0
+    if rope.number(QUERY_SCALE, 0.0) != 0:
+        rope.number(LENGTH)  # must be there
+        if config.integer("qk_nope_head_dim", MISTRAL_SIZES["qk_nope_head_dim"]) % 2:
+            raise config.refuse("qk_nope_head_dim", "must be even where queries are scaled by their position")
     others = {key: value for key, value in given.items() if key not in _ELSEWHERE}
     return read_latent_decoder(
         _with_usual(config.changed({"rope_parameters": others}), MISTRAL_SIZES), "mistral4", 1_048_576,
         in_pairs=config.flag("rope_interleave", True), experts=_read_softmax_experts(config),
-        context_limit=(LENGTH, rope.integer(LENGTH, least=1)) if is_scaled else None,
+        more=(QUERY_SCALE, LENGTH),
     )  # fmt: skip
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.config.fields import Fields
-from quire.config.model import ModelConfig
-from quire.runtime.layers.rotary import QUERY_SCALE
+from quire.config.model import QUERY_SCALE, ModelConfig
 from quire.runtime.models.decoder import Decoder, read_mistral
 from quire.runtime.models.family import Family, text_model_name
 from quire.runtime.models.hf_config import read_decoder, read_window, read_windows
