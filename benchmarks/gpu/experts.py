@@ -1,8 +1,8 @@
 """Times the products of a layer's experts in bfloat16: python -m benchmarks.gpu.experts --shapes gpt-oss-20b
 
-Gate and up with the gate, and down, each in a captured graph, in microseconds per layer. "library": dense gemms of all
-rows, as if there was one expert. "floor": the time of the gemms, or of reading the weights of the experts that the
-tokens use, at the rates that `benchmarks.gpu` assumes, whichever is longer.
+Gate and up with the gate, and down, each in a captured graph, in microseconds per layer. "dense": gemms of all rows, as
+if there was one expert. "floor": the time of the gemms, or of reading the weights of the experts that the tokens use,
+at the rates that `benchmarks.gpu` assumes, whichever is longer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Layer:
         used = len(set(routing.chosen.flatten().tolist()))
         return [graph_us([up]), graph_us([down])], self._floors(pairs, used)
 
-    def library(self, tokens: int) -> list[float]:
+    def dense(self, tokens: int) -> list[float]:
         """Return the microseconds of two dense gemms of as many rows as there are pairs, without gate or bias."""
         times, pairs = [], tokens * self._shape.used
         for stack in (self._gate_up, self._down):
@@ -94,7 +94,7 @@ def main() -> None:
             times, floors = layer.grouped(tokens)
             parts = [f"{name} {tokens:5d} tokens", _sum("experts", times), _sum("floor", list(floors))]
             if tokens >= _MANY_TOKENS:
-                parts.append(_sum("library, one expert", layer.library(tokens)))
+                parts.append(_sum("dense", layer.dense(tokens)))
             print("; ".join(parts), flush=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -247,7 +248,7 @@ def settings_of(name: str, *changes: dict[str, Any]) -> dict[str, Any]:
     wanted = COMMON | CASES[name]
     for each in changes:
         wanted = wanted | each
-    settings = {key: value for key, value in wanted.items() if value is not ...}
+    settings = deepcopy({key: value for key, value in wanted.items() if value is not ...})  # transformers changes dicts
     if name not in NESTED:
         return settings
     inner = {key: value for key, value in settings.items() if key not in _OUTER}

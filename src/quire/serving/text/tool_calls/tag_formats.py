@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.serving.text.tool_calls.hermes import END, START
 from quire.serving.text.tool_calls.tagged import Tags
 
@@ -45,24 +47,6 @@ def _functions(start: str, end: str, around_value: str) -> Tags:
     )
 
 
-def _dsml(block: str) -> Tags:
-    return Tags(
-        start=f"<{DSML}{block}>",
-        end=f"</{DSML}{block}>",
-        function=(f'<{DSML}invoke name="', '">'),
-        function_end=f"</{DSML}invoke>",
-        parameter=f'<{DSML}parameter name="',
-        key_ends=('" string="true">', '" string="false">'),
-        parameter_end=f"</{DSML}parameter>",
-        is_listed=True,
-        after_start="\n",
-        after_name="\n",
-        between="\n",
-        separator="\n",
-        before_end="\n",
-    )
-
-
 def _invokes(start: str, end: str, prefix: str = "", before: str = "", after: str = "") -> Tags:
     """`<invoke name="NAME">` with parameters, several inside of `start` and `end`."""
     return Tags(
@@ -81,6 +65,12 @@ def _invokes(start: str, end: str, prefix: str = "", before: str = "", after: st
         separator="\n",
         before_end="\n",
     )
+
+
+def _dsml(block: str) -> Tags:
+    """Invocations whose parameters say whether their value is plain text."""
+    tags = _invokes(f"<{DSML}{block}>", f"</{DSML}{block}>", DSML)
+    return replace(tags, key_ends=('" string="true">', '" string="false">'), on_lines=False)
 
 
 _HUNYUAN = ":opensource"  # ends the names of the tags of Hunyuan 3
