@@ -21,7 +21,7 @@ from quire.runtime.sampling.make import make_sampler
 from quire.types.errors import ConfigError, ModelLoadError
 from quire.types.step import Chunk
 from tiny_models import DEVICE, Bench, engine_config
-from vision_models import picture, prompt_of, vision_model, vision_reference
+from vision_models import check_logits, picture, prompt_of, vision_model, vision_reference
 
 pytest.importorskip("transformers")
 COUNT = 4
@@ -61,18 +61,7 @@ def test_logits_are_those_of_transformers_with_and_without_images(
     case: Case, attention: str, cut: int, split: bool
 ) -> None:
     bench = load_bench(case.folder, attention=attention, split=split)
-    for row, prompt in enumerate(PROMPTS):
-        bench.add(row, prompt.tokens, images=prompt.images)
-    if cut:  # at an edge of the image
-        bench.run(chunks=[Chunk(0, 0, cut)])
-    others = [Chunk(row, 0, len(PROMPTS[row].tokens), (row,)) for row in (1, 2)]
-    bench.run(chunks=[Chunk(0, cut, len(PROMPTS[0].tokens) - cut, (0,)), *others])
-    for _ in range(COUNT - 1):
-        bench.run(decode=[0, 1, 2])
-    for row, (tokens, logits) in enumerate(case.expected):
-        assert bench.tokens[row][len(PROMPTS[row].tokens) :] == tokens
-        torch.testing.assert_close(torch.stack(bench.sampler.seen[row]), logits, rtol=1e-3, atol=2e-4)
-    bench.worker.check()
+    check_logits(bench, PROMPTS, case.expected, cut)  # at an edge of the image
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no triton")

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen2-VL against transformers: towers, positions of three axes, prompts cut inside images."""
+"""Qwen2-VL to Qwen3.5 with images against transformers: towers, positions of three axes, prompts cut inside images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.runtime.sampling.make import make_sampler
 from quire.types.errors import ModelLoadError
 from quire.types.step import Chunk
 from tiny_models import DEVICE, Bench, engine_config
-from vision_models import VISION, VisionPrompt, picture, prompt_of, vision_model, vision_reference
+from vision_models import VISION, VisionPrompt, check_logits, picture, prompt_of, vision_model, vision_reference
 
 pytest.importorskip("transformers")
 COUNT = 4
@@ -63,19 +63,7 @@ def test_the_tower_gives_what_that_of_transformers_gives(case: Case, rows: int, 
 
 @pytest.mark.parametrize(("attention", "cut"), [("reference", 0), ("gather", 9), ("auto", 0), ("auto", 9)])
 def test_logits_are_those_of_transformers_with_and_without_images(case: Case, attention: str, cut: int) -> None:
-    bench = load_bench(case.folder, attention=attention)
-    for row, prompt in enumerate(PROMPTS):
-        add(bench, row, prompt)
-    if cut:  # inside the image
-        bench.run(chunks=[Chunk(0, 0, cut)])
-    others = [Chunk(row, 0, len(PROMPTS[row].tokens), (row,)) for row in (1, 2)]
-    bench.run(chunks=[Chunk(0, cut, len(PROMPTS[0].tokens) - cut, (0,)), *others])
-    for _ in range(COUNT - 1):
-        bench.run(decode=[0, 1, 2])
-    for row, (tokens, logits) in enumerate(case.expected):
-        assert bench.tokens[row][len(PROMPTS[row].tokens) :] == tokens
-        torch.testing.assert_close(torch.stack(bench.sampler.seen[row]), logits, rtol=1e-3, atol=2e-4)
-    bench.worker.check()
+    check_logits(load_bench(case.folder, attention=attention), PROMPTS, case.expected, cut)  # inside the image
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no triton")

@@ -479,3 +479,10 @@ def mix_steps(made: Bench) -> Bench:
     made.run(chunks=[Chunk(4, 23, 1, (4,))])
     made.run(decode=[4, 0, 1])
     return made
+
+
+def compare_steps(found: Bench, wanted: Bench) -> None:
+    """Compare the tokens, and roughly the logits, of two benches that ran the same steps."""
+    assert found.tokens == wanted.tokens
+    for row, seen in wanted.sampler.seen.items():
+        torch.testing.assert_close(torch.stack(found.sampler.seen[row]), torch.stack(seen), rtol=0.0, atol=1e-2)

@@ -14,6 +14,8 @@ from family_bench import randomize
 from quire.config.vision import ImageGrid, Vision
 from quire.runtime.layers.vision import cut_patches
 from quire.types.images import PromptImage, image_key
+from quire.types.step import Chunk
+from tiny_models import Bench
 
 IMAGE, START, END = 90, 92, 93  # placeholder, and the tokens around an image
 IN_TURN = {  # with pairs that alternate between the axes
@@ -169,3 +171,21 @@ def vision_reference(model: torch.nn.Module, prompt: VisionPrompt, count: int) -
 
 def shapes(prompt: VisionPrompt) -> list[tuple[int, int]]:
     return [each.shape for each in prompt.pictures]
+
+
+def check_logits(
+    bench: Bench, prompts: Sequence[VisionPrompt], expected: Sequence[tuple[list[int], Tensor]], cut: int
+) -> None:
+    """Run the prompts in one crowd, the first in two chunks if `cut` is not 0, and compare with `vision_reference`."""
+    for row, prompt in enumerate(prompts):
+        bench.add(row, prompt.tokens, images=prompt.images)
+    if cut:
+        bench.run(chunks=[Chunk(0, 0, cut)])
+    begins = [cut, *(0 for _ in prompts[1:])]
+    bench.run(chunks=[Chunk(row, begin, len(prompts[row].tokens) - begin, (row,)) for row, begin in enumerate(begins)])
+    for _ in range(len(expected[0][0]) - 1):
+        bench.run(decode=list(range(len(prompts))))
+    for row, (tokens, logits) in enumerate(expected):
+        assert bench.tokens[row][len(prompts[row].tokens) :] == tokens
+        torch.testing.assert_close(torch.stack(bench.sampler.seen[row]), logits, rtol=1e-3, atol=2e-4)
+    bench.worker.check()
