@@ -19,6 +19,7 @@ from quire.types.step import NewRow
 
 _MISSING, _BREAKER = -1, -2  # in place of token ids
 _MOST_GROWTH = 64  # tokens of a repetition that add to the penalty
+_AT_ONCE = AT_ONCE // 8  # each place is compared with up to 128 tokens, a byte for each in several tensors
 
 
 class _Window(NamedTuple):
@@ -33,7 +34,7 @@ def _windows(part: Part, step: Step, counts: Longs) -> Iterator[_Window]:
     first, lengths = 0, step.lengths(part)
     while first < len(counts):
         last, width = first + 1, int(counts[first])
-        while last < len(counts) and max(width, int(counts[last])) * (last + 1 - first) <= AT_ONCE:
+        while last < len(counts) and max(width, int(counts[last])) * (last + 1 - first) <= _AT_ONCE:
             width = max(width, int(counts[last]))
             last += 1
         lines = slice(first, last)
