@@ -343,13 +343,14 @@ class LayerBuilder:
         heads, scale = config.heads_of(layer), config.attention_scale
         scale = heads.dim**-0.5 if scale is None else scale
         held = None if sinks is None else sinks.weight.data
-        window = config.window_of(layer)
-        is_chunked = config.has_chunks and window is not None
-        rule = AttentionRule(scale, config.attention_softcap, window, held, is_chunked=is_chunked)
+        window, softcap = config.window_of(layer), config.attention_softcap
+        rule = AttentionRule(scale, softcap, window, held, is_chunked=config.has_chunks and window is not None)
         source = config.kv_layer_of(layer)
         shared = (config.kv_layers.count(layer) > 1, source != layer)
         place, rope = config.place_of(source), config.rope_of(layer)
-        return self.attention(heads, place, rope, rule, shared, config.query_scaling)
+        made = self.attention(heads, place, rope, rule, shared, config.query_scaling)
+        made.sees_images = window is not None or config.vision is None or not config.vision.whole_in_windows
+        return made
 
     def text_attention(self, heads: Heads) -> TextAttention:
         return TextAttention(heads)
