@@ -337,8 +337,10 @@ class LayerBuilder:
     def sinks(self, heads: Heads) -> Sinks:
         return Sinks(self._splits.query(heads, 1), self.placement)
 
-    def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention:
+    def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention | TextAttention:
         """Build attention with the rotary positions, window, scale and softcap that the config has for the layer."""
+        if config.encoder is not None:
+            return self._text_attention(config, layer)
         heads, scale = config.heads_of(layer), config.attention_scale
         scale = heads.dim**-0.5 if scale is None else scale
         held = None if sinks is None else sinks.weight.data
@@ -349,6 +351,12 @@ class LayerBuilder:
 
     def text_attention(self, heads: Heads) -> TextAttention:
         return TextAttention(heads)
+
+    def _text_attention(self, config: ModelConfig, layer: int) -> TextAttention:
+        heads, rope, window = config.heads, config.rope_of(layer), config.window_of(layer)
+        rotary = None if rope is None else self._rotaries.rotary(rope, heads.dim if rope.dim is None else rope.dim)
+        reach = None if window is None else window // 2
+        return TextAttention(heads, self._ops, rotary, scale=config.attention_scale, reach=reach)
 
     def latent_products(self, config: ModelConfig) -> LatentProducts:
         assert config.latent is not None
