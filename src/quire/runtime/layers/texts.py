@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.config.model import Heads
+from quire.config.model import Heads, ModelConfig
 from quire.runtime.layers.modules import HeadNorm
 from quire.runtime.layers.ops import LayerOps
-from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.rotary import Rotaries, Rotary
 
 CHUNK = 256  # queries that attend together in layers with a window
 
@@ -119,6 +119,15 @@ class TextAttention(nn.Module):
             keys, values = key[:, :, first:last], value[:, :, first:last]
             found.append(self._dot(query[:, :, start:stop], keys, values, band))
         return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def text_attention_of(config: ModelConfig, layer: int, ops: LayerOps, rotaries: Rotaries) -> TextAttention:
+    """Return an encoder's attention with the rotary positions, window and scale that the config has for the layer."""
+    heads, rope, window = config.heads, config.rope_of(layer), config.window_of(layer)
+    has_table = config.encoder is not None and config.encoder.has_positions
+    turns = None if has_table or rope is None else rotaries.rotary(rope, heads.dim if rope.dim is None else rope.dim)
+    reach = None if window is None else window // 2
+    return TextAttention(heads, ops, turns, scale=config.attention_scale, reach=reach)
 
 
 def _band(texts: Texts, reach: int, sizes: tuple[int, int, int]) -> Tensor:
