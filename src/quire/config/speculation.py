@@ -154,7 +154,7 @@ def _method(value: Mapping[str, Any]) -> Method:
     for method in METHODS:
         if given == method:
             return method
-    if given in MTP_NAMES:
+    if isinstance(given, str) and given.lower() in MTP_NAMES:
         return "mtp"
     names = " or ".join(f'"{name}"' for name in METHODS)
     reason = "is missing" if given is None else f"{given!r} is unknown"
