@@ -155,6 +155,14 @@ class EagleHead:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpHead:
+    """Set for a multi-token-prediction head: one layer in the checkpoint of its target model that drafts tokens from
+    the target's last hidden states."""
+
+    prefix: str  # with which the names of its tensors begin
+
+
+@dataclass(frozen=True, slots=True)
 class WeightCounts:
     """Numbers of weights, as the layers of a model count them themselves."""
 
@@ -241,6 +249,7 @@ class ModelConfig:
     vision: Vision | None = None  # None: the model takes no images
     num_labels: int = 0  # labels of a decoder that classifies texts by their last token; 0: no head for them
     eagle: EagleHead | None = None  # set for an EAGLE head; None: a complete model
+    mtp: MtpHead | None = None  # set for a multi-token-prediction head; None: a complete model
     attention_gate: bool = False  # attention outputs are multiplied by a sigmoid gate of the token
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None
@@ -324,6 +333,13 @@ class ModelConfig:
         kind, others = self.is_recurrent(layer), range(self.layers.start, layer)
         keeps = (one for one in others if self.kv_layer_of(one) == one and one not in self.mlp_layers)
         return sum(self.is_recurrent(one) == kind for one in keeps)
+
+    @property
+    def states_read(self) -> int:
+        """Hidden states of the target per token that a draft head joins; 0: no draft head."""
+        if self.mtp is not None:
+            return 2  # a hidden state and an embedding
+        return 0 if self.eagle is None else self.eagle.num_states
 
     @property
     def layer_weights(self) -> tuple[int, int]:

@@ -197,7 +197,7 @@ def _plan(files: ModelFiles, arguments: EngineArguments, facts: HardwareFacts) -
         encoder = resolve_encoder_config(arguments, facts, model, settings)
         where = f"makes embeddings on {encoder.device.device} in {encoder.device.dtype} (LLM.embed), generates no text"
         return [title, where, str(plan_encoder_memory(arguments, facts, model, encoder, settings))]
-    draft_files = find_draft(arguments, offline=True)
+    draft_files = find_draft(arguments, files, offline=True)
     draft = None if draft_files is None else read_model_config(draft_files)
     config, plan = resolve_engine_config(arguments, facts, model, draft)
     where = (
