@@ -345,7 +345,9 @@ class LayerBuilder:
         rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer), held)
         source = config.kv_layer_of(layer)
         shared = (config.kv_layers.count(layer) > 1, source != layer)
-        return self.attention(heads, config.place_of(source), config.rope_of(layer), rule, shared)
+        made = self.attention(heads, config.place_of(source), config.rope_of(layer), rule, shared)
+        made.sees_images = rule.window is not None or config.vision is None or not config.vision.whole_in_windows
+        return made
 
     def text_attention(self, heads: Heads) -> TextAttention:
         return TextAttention(heads)
