@@ -16,7 +16,7 @@ from quire.kernels.native.loader import TYPES, open_library
 
 # Weight formats: float values, 4-bit or 8-bit quantized values, bfloat16 values for any activations.
 PLAIN, NIBBLES, BYTES, HALVES = 0, 1, 2, 3
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 # How a cache stores values, see cache_quantize.h; 0: in the dtype of the activations. uint8 stands for int4, two values
 # per byte.
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
@@ -157,6 +157,12 @@ def scaled_fields(cache: Tensor | None) -> dict[str, Any]:
     )
 
 
+def window_of(rule: AttentionRule) -> int:
+    """Return the window of a rule as the kernels take it: 0 for none, negative for chunks."""
+    window = rule.window or 0
+    return -window if rule.is_chunked else window
+
+
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, spans: Tensor, rule: AttentionRule
 ) -> Tensor:
@@ -185,7 +191,7 @@ def paged_attention(
     open_library().quire_paged_attention(
         TYPES[query.dtype], query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(),
         spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size, value_dim,
-        keys.stride(0) // keys.stride(1), stored, keys.stride(1), rule.scale, rule.softcap or 0.0, rule.window or 0,
+        keys.stride(0) // keys.stride(1), stored, keys.stride(1), rule.scale, rule.softcap or 0.0, window_of(rule),
         sinks,
     )  # fmt: skip
     return out

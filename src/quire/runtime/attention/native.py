@@ -13,7 +13,6 @@ from torch import Tensor
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native import ops
 from quire.runtime.attention.backend import AttentionBatch, Counts, Kernels, LayerCache
-from quire.runtime.attention.window import within_window
 
 WIDENED_BYTES = 4 << 20  # of float32 keys that HalfAttention holds at once
 
@@ -39,8 +38,6 @@ class NativeAttention:
     def prepare(self, batch: AttentionBatch) -> NativePlan:
         """Return the plan. The batches of a step's block tables share their array of lengths, and so share one tensor
         of spans."""
-        if batch.chunk is not None:
-            batch = within_window(batch)
         key = tuple(batch.block_ids.shape)
         if batch.chunks:
             places = ((chunk.begin, chunk.start, chunk.num_tokens, len(chunk.block_ids)) for chunk in batch.chunks)
@@ -61,7 +58,7 @@ class NativeAttention:
         plan: NativePlan,
         rule: AttentionRule,
     ) -> Tensor:
-        return ops.paged_attention(query, cache.key, cache.value, plan.tables, plan.spans, rule.within_chunk)
+        return ops.paged_attention(query, cache.key, cache.value, plan.tables, plan.spans, rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +126,7 @@ class HalfAttention:
                 else cache.value.index_select(0, part.blocks).float()
             )
             given = (part.plan.tables, part.plan.spans)
-            found.append(ops.paged_attention(wide[part.begin : part.end], keys, values, *given, rule.within_chunk))
+            found.append(ops.paged_attention(wide[part.begin : part.end], keys, values, *given, rule))
         return torch.cat(found).to(query.dtype)
 
 

@@ -135,21 +135,11 @@ class Attention(nn.Module):
         scaled = None if cache.key_scales is None else cache.key
         if not self._borrows:
             writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim, cache=scaled)
-        if self.rule.is_chunked:
-            return writer.call(self._call_chunked, (qkv,), heads.query_size)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
         found = writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule, cache=scaled)
         if self.sees_images and step.features is not None and step.features.blocks:
             writer.call(self._call_with_images, (qkv, found), 1)
         return found
-
-    def _call_chunked(self, qkv: Tensor, given: ForwardStep) -> Tensor:
-        """Run inside a program as a Python call: the program divides no text into chunks, the backend does."""
-        heads, cache = self._heads, given.caches[self._layer]
-        by_head = qkv[:, : heads.query_size].view(len(qkv), -1, heads.dim)
-        plan, backend = given.attention_of(cache), given.backend
-        attended: Tensor = backend.attend(by_head, by_head, by_head, cache, plan, self.rule)  # reads keys in the cache
-        return attended
 
     def _call_with_images(self, qkv: Tensor, attended: Tensor, given: ForwardStep) -> Tensor:
         """Run inside a program as a Python call. A call must return a tensor; this one is not used."""
