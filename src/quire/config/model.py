@@ -129,12 +129,15 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class Encoder:
     """The options that only encoders have: `num_types` token types, each with an embedding (0: none); a position table
-    that starts at line `position_offset`; and for classifiers a head with `num_labels` logits."""
+    that starts at line `position_offset`, or none at all; and for classifiers a head with `num_labels` logits."""
 
     num_types: int = 0
     position_offset: int = 0
     num_labels: int = 0  # 0: no head
     head_activation: str = "tanh"  # between the two linear layers of the head
+    has_positions: bool = True  # False: positions are rotary
+    norm_bias: bool = True  # of layer norms
+    head_bias: bool = True  # of the first layer of the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +222,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     attention_sinks: bool = False  # each query head has an extra learned score without a value
-    windows: tuple[int | None, ...] = ()  # per layer: tokens that a token sees, itself included; (): no windows
+    # Per layer: tokens that a token sees, itself included, before it or, in encoders, on both sides; (): no windows.
+    windows: tuple[int | None, ...] = ()
     local_rope: Rope | None = None  # of layers with a window, if it differs
     local_heads: Heads | None = None  # of layers with a window, if they differ; same number of query heads
     layers_without_rope: tuple[int, ...] = ()

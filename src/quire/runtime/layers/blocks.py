@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
-from quire.kernels.native.program import Program, ProgramWriter, Symbol
+from quire.kernels.native.program import ProgramWriter, Symbol
+from quire.kernels.native.program_run import Program
 from quire.kernels.native.structures import ProgramStep
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.native import NativePlan

@@ -191,10 +191,10 @@ class BaseEncoder(nn.Module):
 
     head: nn.Module | None
 
-    def classify(self, first: Tensor) -> Tensor:
-        """Return logits [texts, labels] from the hidden states of the first tokens [texts, hidden]."""
+    def classify(self, pooled: Tensor) -> Tensor:
+        """Return logits [texts, labels] from the pooled hidden states [texts, hidden]."""
         assert self.head is not None, "this encoder has no head"
-        logits: Tensor = self.head(first)
+        logits: Tensor = self.head(pooled)
         return logits
 
 

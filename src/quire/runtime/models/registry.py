@@ -174,10 +174,15 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "roberta": Entry("bert", "ROBERTA", ("RobertaModel", "RobertaForMaskedLM"), kind="encoder"),
     "xlm-roberta": Entry("bert", "XLM_ROBERTA", ("XLMRobertaModel", "XLMRobertaForMaskedLM"), kind="encoder"),
     "distilbert": Entry("bert", "DISTILBERT", ("DistilBertModel", "DistilBertForMaskedLM"), kind="encoder"),
+    "modernbert": Entry("modern_bert", "MODERN_BERT", ("ModernBertModel", "ModernBertForMaskedLM"), kind="encoder"),
+    "embedding_gemma": Entry("embedding_gemma", "EMBEDDING_GEMMA", ("Gemma3TextModel",), kind="encoder"),
     "bert-classifier": Entry("bert", "BERT_CLASSIFIER", ("BertForSequenceClassification",), kind="classifier"),
     "roberta-classifier": Entry("bert", "ROBERTA_CLASSIFIER", ("RobertaForSequenceClassification",), kind="classifier"),
     "xlm-roberta-classifier": Entry(
         "bert", "XLM_ROBERTA_CLASSIFIER", ("XLMRobertaForSequenceClassification",), kind="classifier"
+    ),
+    "modernbert-classifier": Entry(
+        "modern_bert", "MODERN_BERT_CLASSIFIER", ("ModernBertForSequenceClassification",), kind="classifier"
     ),
     "distilbert-classifier": Entry(
         "bert", "DISTILBERT_CLASSIFIER", ("DistilBertForSequenceClassification",), kind="classifier"
