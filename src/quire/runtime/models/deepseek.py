@@ -14,6 +14,7 @@ from torch import nn
 from quire.config.fields import Fields
 from quire.config.model import Experts, Heads, Latent, ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.indexer import chooser_of
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.split import Split
@@ -56,14 +57,17 @@ class DeepseekAttention(nn.Module):
         self.kv_a_layernorm = build.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
         self.kv_b_proj = build.latent_products(config)
         self.attention = build.latent_attention(config, layer)
+        self.indexer = chooser_of(config, layer, build)
         self.o_proj = build.row_linear("o_proj", config.heads, hidden, bias=False, dim=latent.value_dim)
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
         both = self.qkv_a_proj(x)  # queries (or compressed queries), then latents
-        queries = both
+        queries, chosen = both, None
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            queries = self.q_b_proj(self.q_a_layernorm.of_first(both))
-        return self.o_proj.later(self.attention(queries, both, step, self.kv_a_layernorm, self.kv_b_proj))
+            compressed = self.q_a_layernorm.of_first(both)
+            queries = self.q_b_proj(compressed)
+            chosen = None if self.indexer is None else (self.indexer, self.indexer(x, compressed))
+        return self.o_proj.later(self.attention(queries, both, step, self.kv_a_layernorm, self.kv_b_proj, chosen))
 
 
 class DeepseekBlock(QwenMoeBlock):
