@@ -194,9 +194,6 @@ class LayerBuilder:
     def output_gate(self) -> OutputGate:
         return OutputGate(self._ops)
 
-    def query_and_key_splits(self, heads: Heads) -> tuple[Split, Split]:
-        return self._splits.query(heads), self._splits.kv(heads)
-
     def stacked_linear(
         self,
         inputs: int,

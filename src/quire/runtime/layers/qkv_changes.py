@@ -96,8 +96,9 @@ class ChangedAttention(DecoderAttention):
         super().__init__(config, layer, build)
         self.change: HeadLayerNorm | QkvLimit | None = None
         if config.head_layer_norms:
+            outputs = self.qkv_proj.outputs
             self.change = HeadLayerNorm(
-                config.heads, build.query_and_key_splits(config.heads), config.norm_eps, build.placement,
+                config.heads, (outputs["q_proj"], outputs["k_proj"]), config.norm_eps, build.placement,
                 stored_for(config.rope, config.heads.dim), self.head_names,
             )  # fmt: skip
         elif config.qkv_limit is not None:
