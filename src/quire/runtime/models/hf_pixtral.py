@@ -14,6 +14,7 @@ from quire.runtime.models.hf_vision import (
     find_images,
     find_token,
     read_channels,
+    read_edge,
     read_placeholder,
     read_theta,
     refuse_prepared,
@@ -55,10 +56,8 @@ def _read_grid(config: Fields, tower: Fields, prepared: Fields, squares: tuple[i
     for key, wanted in zip(("patch_size", "spatial_merge_size"), squares, strict=True):
         if processor.integer(key, wanted) != wanted:
             raise processor.refuse(key, f"is {processor.raw(key)}, and the tower's {wanted}")
-    size, unit = prepared.raw("size"), squares[0] * squares[1]
-    longest = size.get("longest_edge") if isinstance(size, dict) else tower.integer("image_size", 1_540)
-    if type(longest) is not int or not unit <= longest <= 8_192:
-        raise prepared.refuse("size.longest_edge", f"must be a number of pixels from {unit} to 8192, is {longest}")
+    unit = squares[0] * squares[1]
+    longest = read_edge(prepared, "size", tower.integer("image_size", 1_540), unit, 8_192)
     names = {key: processor.text(key, name) for key, (name, _) in _ROW_ENDS.items()}
     ends = tuple(find_token(config, names[key], usual) for key, (_, usual) in _ROW_ENDS.items())
     side = -(-longest // unit) * unit

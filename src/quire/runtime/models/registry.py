@@ -76,6 +76,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen2_5_vl": Entry("qwen_vl", "QWEN2_5_VL", ("Qwen2_5_VLForConditionalGeneration",)),
     "qwen3_vl": Entry("qwen3_vl", "QWEN3_VL", ("Qwen3VLForConditionalGeneration",)),
     "qwen3_vl_moe": Entry("qwen3_vl", "QWEN3_VL_MOE", ("Qwen3VLMoeForConditionalGeneration",)),
+    "smolvlm": Entry("smolvlm", "SMOLVLM", ("SmolVLMForConditionalGeneration",)),
+    "idefics3": Entry("smolvlm", "IDEFICS3", ("Idefics3ForConditionalGeneration",)),
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
     "smollm3": Entry("plain", "SMOLLM3", ("SmolLM3ForCausalLM",), in_gguf=True),
     "helium": Entry("plain", "HELIUM", ("HeliumForCausalLM",)),
