@@ -176,6 +176,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "image_size": 28, "patch_size": 14, "head_dim": 8,
         },
     },
+    "llava": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "mistral", "head_dim": 16},
+        "tie_word_embeddings": False, "image_token_index": 10, "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 8,
+        },
+    },
     "smolvlm": SMOL,
     "idefics3": SMOL,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},

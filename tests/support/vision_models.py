@@ -77,6 +77,10 @@ TOWERS: dict[str, dict[str, Any]] = {  # by family
         "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 4,
         "image_size": 64, "hidden_act": "silu", "head_dim": 16, "model_type": "pixtral",
     },
+    "llava": {
+        "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 8,
+        "image_size": 64, "hidden_act": "gelu", "head_dim": 16, "model_type": "pixtral",
+    },
     "smolvlm": SMOL_TOWER,
     "idefics3": SMOL_TOWER,
     "qwen3_5": {**QWEN3_TOWER, "depth": 2},
@@ -97,6 +101,7 @@ TEXTS: dict[str, dict[str, Any]] = {  # what their decoders say besides TEXT
         "num_global_key_value_heads": 1,
     },
     "mistral3": {"head_dim": 16, "model_type": "mistral", "rope_parameters": None},
+    "llava": {"head_dim": 16, "model_type": "mistral", "rope_parameters": None},
     "smolvlm": {"model_type": "llama", "rope_parameters": None},
     "idefics3": {"model_type": "llama", "rope_parameters": None},
     "qwen3_5": {
@@ -119,6 +124,7 @@ VISION = Vision(ImageGrid(IMAGE, UNIT), 1, 32, 48, 2, patch=4)  # how its images
 SPECIAL = {
     "gemma3": {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 16},
     "mistral3": {"image_token_index": IMAGE, "spatial_merge_size": 2},
+    "llava": {"image_token_index": IMAGE, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
     "smolvlm": {"image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": 0},
     "idefics3": {"image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": 0},
 }
@@ -202,7 +208,7 @@ def vision_reference(model: torch.nn.Module, prompt: VisionPrompt, count: int) -
         given["token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in prompt.tokens]])
     elif prompt.pictures and model.config.model_type in ("smolvlm", "idefics3"):  # type: ignore[union-attr]
         given = smolvlm_inputs(prompt.pictures)
-    elif prompt.pictures and model.config.model_type == "mistral3":  # type: ignore[union-attr]
+    elif prompt.pictures and model.config.model_type in ("mistral3", "llava"):  # type: ignore[union-attr]
         given = pixtral_inputs(prompt.pictures)
     elif prompt.pictures and model.config.model_type == "gemma4":  # type: ignore[union-attr]
         given = gemma4_inputs(prompt.pictures)

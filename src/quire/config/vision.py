@@ -117,6 +117,7 @@ class Vision:
     is_standardized: bool = False  # tokens are shifted and scaled by vectors of the checkpoint before the last norm
     staggers: bool = False  # columns rotate by frequencies between those by which rows rotate
     activation: str = "silu"  # of a gated MLP: silu or gelu
+    has_merger: bool = True  # the projector norms patches and merges those of a token
     projector: tuple[float, bool] = (1e-6, False)  # eps of its norm, and whether its linear layers have biases
     whole_in_windows: bool = False  # of a grid that `is_whole`: only layers with a window show tokens their whole image
     filler_id: int = 0  # the token whose side inputs image tokens have (`ModelConfig.per_layer_input`)
