@@ -15,6 +15,7 @@ from quire.kernels.cuda.coded_experts import (
     CodedStack,
     choose_coded_tile,
     coded_product,
+    in_columns,
     pack_codes,
     stack_codes,
     takes_codes,
@@ -82,11 +83,13 @@ def test_a_gated_matrix_is_packed_in_turns_of_eight_rows() -> None:
     assert torch.equal(registers(pack_codes(packed, interleaved=True).cpu()), torch.stack((gate, up), 1).view(256, 64))
 
 
+@pytest.mark.parametrize("column", [2, 3])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_packed_codes_are_dequantized_exactly(interleaved: bool) -> None:
-    packed, values = make_weight(128, 192, 4)
-    out = torch.empty(128, 192, dtype=BF16, device=DEVICE)
-    expand_codes(pack_codes(packed, interleaved=interleaved), out, interleaved=interleaved)
+def test_packed_codes_are_dequantized_exactly(interleaved: bool, column: int) -> None:
+    packed, values = make_weight(256, 192, 4)
+    out = torch.empty(256, 192, dtype=BF16, device=DEVICE)
+    data = in_columns(pack_codes(packed, interleaved=interleaved), column)
+    expand_codes(data, out, column=column, interleaved=interleaved)
     assert torch.equal(out.float(), values)
 
 

@@ -74,7 +74,9 @@ def multiply(
         )
     if expanded:
         return expanded_product(
-            x, lambda number, out: expand_codes(stack.data[number], out, interleaved=stack.interleaved),
+            x, lambda number, out: expand_codes(
+                stack.data[number], out, column=stack.column, interleaved=stack.interleaved
+            ),
             (len(stack.data), stack.outputs, stack.inputs), stack.bias, routing, tiling, num_used=num_used,
             activation=activation, clamp=clamp, dependent=dependent,
         )  # fmt: skip
