@@ -21,7 +21,7 @@ from quire.kernels.cuda.gated_product import runs_on
 from quire.kernels.cuda.nvrtc import CudaKernel, compile_source
 from quire.kernels.triton.activation import ACTIVATIONS
 from quire.kernels.triton.compiling import is_compiling_only
-from quire.kernels.triton.grouped import Routing
+from quire.kernels.triton.grouped import Routing, most_tiles
 from quire.kernels.triton.launch import check, num_processors
 from quire.kernels.triton.nibble_products import PackedNibbles
 from quire.kernels.triton.place_rows import PlacedRows
@@ -55,9 +55,8 @@ def choose_coded_tile(pairs: int, num: int) -> int | None:
     """Choose the rows of a tile: about 1.5 times an expert's average share. None for more rows than the kernel is
     faster for than one for dequantized weights."""
     share = -(-pairs // num)
-    if share > _MOST_SHARE or pairs // max(WIDTHS) + num > MOST_TILES:
-        return None
-    return min((tile for tile in WIDTHS if tile >= share + share // 2), default=max(WIDTHS))
+    tile = min((tile for tile in WIDTHS if tile >= share + share // 2), default=max(WIDTHS))
+    return None if share > _MOST_SHARE or most_tiles(pairs, num, tile) > MOST_TILES else tile
 
 
 class _Product(ctypes.Structure):
@@ -143,8 +142,8 @@ def coded_product(
     dependent: bool = False,
 ) -> PlacedRows | Tensor:
     """Multiply each pair's row by the weight of its expert, accumulating in float32. Returns rows in places, or
-    without an activation a tensor [pairs, outputs]. Inside `compiling_only` kernels are compiled in the background and
-    nothing is launched."""
+    without an activation a tensor [pairs, outputs]. Inside `compiling_only` nothing is launched: the kernels for tiles
+    of all sizes are compiled in the background."""
     tiles, tile = len(routing.tile_experts), x.tile
     gated, pairs = activation is not None, routing.chosen.numel()
     check(tile in WIDTHS and tiles <= MOST_TILES, "tiles are of these sizes, and few")
@@ -163,17 +162,13 @@ def coded_product(
     if pairs == 0:
         return out
     kind = _Kind(
-        stack.column,
-        tile,
-        gated,
-        stack.interleaved,
-        stack.bias is not None,
-        clamp is not None,
-        early,
+        stack.column, tile, gated, stack.interleaved, stack.bias is not None, clamp is not None, early,
         activation or "silu",
-    )
+    )  # fmt: skip
     compiled = _begin(kind, x.data.device)
     if is_compiling_only():
+        for other in WIDTHS:
+            _begin(kind._replace(tile=other), x.data.device)
         return out
     limit, alpha, shift = clamp or Clamp(0.0)
     panels, steps = stack.outputs // PANEL, stack.inputs // STEP
