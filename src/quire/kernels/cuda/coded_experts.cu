@@ -3,23 +3,23 @@
 //
 // Weight rows are the rows of the wgmmas, and the rows of x in a tile are their columns: as many as the tile has,
 // rounded up to one of a few widths. A block multiplies a tile by GROUPS panels of 64 weight rows, one per consumer
-// warpgroup; blocks are persistent. One producer thread copies codes, scales and x to a ring of STAGES stages of two
-// steps. A consumer thread reads its codes of a step in one load and converts them to bfloat16 in registers, which are
-// the left operand of the wgmmas, while those of the step before still run.
+// warpgroup; blocks are persistent. One producer thread copies codes, scales and x to a ring of STAGES stages of 64
+// inputs. A consumer thread reads its codes of a stage in one load and converts them to bfloat16 in registers, which
+// are the left operand of the wgmmas, while those of the stage before still run.
 
-constexpr int STEP = LINE / 2;                 // inputs
-constexpr int CODE_BYTES = 64 * STEP / 2;      // of a panel's step
+constexpr int STEP = LINE / 2;                 // inputs of a stage
+constexpr int CODE_BYTES = 64 * STEP / 2;      // of a panel
 constexpr int PANEL_BYTES = CODE_BYTES + 128;  // with its scales
-constexpr int WEIGHT_BYTES = 2 * GROUPS * PANEL_BYTES;  // of a stage
-constexpr int X_BYTES = TILE * LINE;                    // of a step
-constexpr int WORDS = 16;                      // registers of a thread's left operand, for a step
+constexpr int WEIGHT_BYTES = GROUPS * PANEL_BYTES;
+constexpr int X_BYTES = TILE * LINE;
+constexpr int WORDS = 16;                      // registers of a thread's left operand, for a stage
 constexpr u32 IN_PLACE = 0x01C001C0u;          // exponent and mantissa of two codes as bfloat16
 constexpr u32 SIGNS = 0x80008000u;
 
 // The arguments of a launch, written by coded_experts.py.
 struct Product {
     u64 x;        // [tiles, steps, TILE, 64]: of each row, chunk c of eight is at place c ^ row % 8
-    u64 weight;   // [experts, column, steps, panel, PANEL_BYTES]: a column is GROUPS panels, the last one the rest
+    u64 weight;   // [experts, panels, steps, PANEL_BYTES]
     u64 bias;     // [experts, weight rows]
     u64 out;      // GATED: laid out as x, for the next product; else [pairs, weight rows]
     u64 experts;  // [tiles]: expert, -1 for an unused tile
@@ -101,27 +101,31 @@ __device__ __forceinline__ void read_tiles(u32* list, int* used, const Product& 
     }
 }
 
-// The panels of a column, of which the last may have fewer.
-__device__ __forceinline__ int height_of(const Work& work, const Product& p) { return min(GROUPS, p.panels - work.panel); }
+// Copy the weights of a stage of existing panels.
+__device__ __forceinline__ void copy_weights(u32 to, const Work& work, int step, u32 ready, const Product& p) {
+    u64 from = p.weight + PANEL_BYTES * (((u64)work.expert * p.panels + work.panel) * p.steps + step);
+    for (int panel = work.panel; panel < min(work.panel + GROUPS, p.panels); panel++) {
+        copy_bytes(to, from, PANEL_BYTES, ready);
+        to += PANEL_BYTES, from += (u64)PANEL_BYTES * p.steps;
+    }
+}
 
-// Expect all copies of a stage, which begins with a step, and copy its weights.
-__device__ __forceinline__ void copy_weights(
-    u32 to, const Work& work, int step, int columns, u32 ready, const Product& p) {
-    const int steps = min(2, p.steps - step), height = height_of(work, p), bytes = steps * height * PANEL_BYTES;
-    const u64 first = ((u64)work.expert * p.panels + work.panel) * p.steps + (u64)step * height;
-    expect(ready, bytes + steps * columns * LINE);
-    copy_bytes(to, p.weight + PANEL_BYTES * first, bytes, ready);
+// Bytes of a stage.
+__device__ __forceinline__ int bytes_of(const Work& work, int columns, const Product& p) {
+    return min(GROUPS, p.panels - work.panel) * PANEL_BYTES + columns * LINE;
 }
 
 // The code of the producer thread. Weights are copied before the previous kernel has ended, since only x comes from it.
 __device__ __forceinline__ void load(const Product& p, int used, const u32* list, u32 ring, u32 full, u32 empty) {
     const int numbers = used * ((p.panels + GROUPS - 1) / GROUPS);
-    const u32 x_ring = ring, w_ring = ring + STAGES * 2 * X_BYTES;
+    const u32 x_ring = ring, w_ring = ring + STAGES * X_BYTES;
     int ahead = 0;
     if ((int)blockIdx.x < numbers) {
         const Work work = work_of(blockIdx.x, used, list, p);
-        for (; ahead < STAGES && 2 * ahead < p.steps; ahead++)
-            copy_weights(w_ring + ahead * WEIGHT_BYTES, work, 2 * ahead, width_of(work.count), full + 8 * ahead, p);
+        for (; ahead < min(STAGES, p.steps); ahead++) {
+            expect(full + 8 * ahead, bytes_of(work, width_of(work.count), p));
+            copy_weights(w_ring + ahead * WEIGHT_BYTES, work, ahead, full + 8 * ahead, p);
+        }
     }
     await_kernel_before();
     Place place = {0, 1};
@@ -129,39 +133,46 @@ __device__ __forceinline__ void load(const Product& p, int used, const u32* list
         const Work work = work_of(number, used, list, p);
         const int columns = width_of(work.count);
         u64 x = p.x + (u64)work.tile * p.steps * X_BYTES;
-        for (int k = 0; k < p.steps; k += 2, x += 2 * X_BYTES) {
-            const u32 ready = full + 8 * place.stage, to = x_ring + place.stage * 2 * X_BYTES;
+        for (int k = 0; k < p.steps; k++, x += X_BYTES) {
+            const u32 ready = full + 8 * place.stage;
             await(empty + 8 * place.stage, place.phase);
             if (ahead > 0) ahead--;
-            else copy_weights(w_ring + place.stage * WEIGHT_BYTES, work, k, columns, ready, p);
-            copy_bytes(to, x, columns * LINE, ready);
-            if (k + 1 < p.steps) copy_bytes(to + X_BYTES, x + X_BYTES, columns * LINE, ready);
+            else {
+                expect(ready, bytes_of(work, columns, p));
+                copy_weights(w_ring + place.stage * WEIGHT_BYTES, work, k, ready, p);
+            }
+            copy_bytes(x_ring + place.stage * X_BYTES, x, columns * LINE, ready);
             place.next();
         }
     }
 }
 
-// Multiply one step. codes_at, scales_at: of this thread; mine: registers for the left operand; other: those of the
-// step before, whose wgmmas are done afterwards.
+// Multiply one stage. mine: registers for its left operand; other: those of the stage before.
 template <int COLUMNS>
 __device__ __forceinline__ void add_step(
-    float (&sums)[COLUMNS / 2], u32 (&mine)[WORDS], const u32 (&other)[WORDS], u32 codes_at, u32 scales_at, u64 x,
-    int never) {
+    float (&sums)[COLUMNS / 2], u32 (&mine)[WORDS], const u32 (&other)[WORDS], Place& place, u32& release, u32 x_ring,
+    u32 codes_at, u32 scales_at, u32 full, u32 empty, int never) {
+    await(full + 8 * place.stage, place.phase);
     uint4 codes;
     u32 scales;
+    const u32 skipped = place.stage * WEIGHT_BYTES;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(codes.x), "=r"(codes.y), "=r"(codes.z), "=r"(codes.w) : "r"(codes_at) : "memory");
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scales) : "r"(scales_at) : "memory");
+        : "=r"(codes.x), "=r"(codes.y), "=r"(codes.z), "=r"(codes.w) : "r"(codes_at + skipped) : "memory");
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scales) : "r"(scales_at + skipped) : "memory");
     convert(codes.x, factor<0>(scales), factor<2>(scales), mine);
     convert(codes.y, factor<0>(scales), factor<2>(scales), mine + 4);
     convert(codes.z, factor<1>(scales), factor<3>(scales), mine + 8);
     convert(codes.w, factor<1>(scales), factor<3>(scales), mine + 12);
+    const u64 x = matrix_at(x_ring + place.stage * X_BYTES);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 4; i++) Wgmma<COLUMNS>::add(sums, mine + 4 * i, x + 2 * i);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     hold(other, never);
+    if (release != 0 && threadIdx.x % 32 == 0) arrive(release);
+    release = empty + 8 * place.stage;
+    place.next();
 }
 
 // Sums of two rows of x with one output in this lane -> two outputs of one row: of column 2 * (lane % 4) + lane / 4 % 2.
@@ -214,29 +225,24 @@ __device__ __forceinline__ void finish(const float (&sums)[COLUMNS / 2], const W
 template <int COLUMNS>
 __device__ __forceinline__ void multiply_tile(
     const Product& p, const Work& work, int group, Place& place, u32 ring, u32 full, u32 empty) {
-    const u32 thread = threadIdx.x % 128, panel_at = ring + STAGES * 2 * X_BYTES + group * PANEL_BYTES;
+    const u32 panel_at = ring + STAGES * X_BYTES + group * PANEL_BYTES, thread = threadIdx.x % 128;
     const u32 codes_at = panel_at + 16 * thread, scales_at = panel_at + CODE_BYTES + thread / 4 * 4;
-    const u32 second = height_of(work, p) * PANEL_BYTES;
     float sums[COLUMNS / 2];
     u32 even[WORDS] = {}, odd[WORDS] = {}, release = 0;
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; i++) sums[i] = 0.0f;
+    int k = 0;
 #pragma unroll 1
-    for (int k = 0; k < p.steps; k += 2) {
-        const u32 skipped = place.stage * WEIGHT_BYTES;
-        const u64 x = matrix_at(ring + place.stage * 2 * X_BYTES);
-        await(full + 8 * place.stage, place.phase);
-        add_step<COLUMNS>(sums, even, odd, codes_at + skipped, scales_at + skipped, x, p.never);
-        if (release != 0) arrive(release);
-        if (k + 1 < p.steps)
-            add_step<COLUMNS>(sums, odd, even, codes_at + skipped + second, scales_at + skipped + second, x + (X_BYTES >> 4), p.never);
-        if (threadIdx.x % 32 == 0) release = empty + 8 * place.stage;
-        place.next();
+    for (; k + 1 < p.steps; k += 2) {
+        add_step<COLUMNS>(sums, even, odd, place, release, ring, codes_at, scales_at, full, empty, p.never);
+        add_step<COLUMNS>(sums, odd, even, place, release, ring, codes_at, scales_at, full, empty, p.never);
     }
+    if (k < p.steps)
+        add_step<COLUMNS>(sums, even, odd, place, release, ring, codes_at, scales_at, full, empty, p.never);
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     hold(even, p.never);
     hold(odd, p.never);
-    if (release != 0) arrive(release);
+    if (threadIdx.x % 32 == 0) arrive(release);
     finish<COLUMNS>(sums, work, work.panel + group, p);
 }
 
@@ -248,7 +254,7 @@ __device__ __forceinline__ void multiply_tiles(
     for (int number = blockIdx.x; number < numbers; number += gridDim.x) {
         const Work work = work_of(number, used, list, p);
         if (work.panel + group >= p.panels) {
-            for (int k = 0; k < p.steps; k += 2, place.next()) {
+            for (int k = 0; k < p.steps; k++, place.next()) {
                 await(full + 8 * place.stage, place.phase);
                 if (threadIdx.x % 32 == 0) arrive(empty + 8 * place.stage);
             }

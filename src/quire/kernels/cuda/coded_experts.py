@@ -30,8 +30,7 @@ PANEL, STEP, GROUP = 64, 64, 32  # weight rows; inputs of a stage; inputs per sc
 PANEL_BYTES = PANEL * STEP // 2 + PANEL * STEP // GROUP
 MOST_TILES = 1024
 WIDTHS = {32: (8, 16, 24, 32), 64: (8, 16, 24, 32, 40, 48, 64), 128: (16, 32, 64, 96, 128)}  # columns, by the tile
-COLUMN = 3  # panels
-_MOST_SHARE = 512  # pairs per expert
+_MANY_PAIRS = 8  # per expert, from which blocks multiply small tiles by more panels
 _TOGETHER = 8  # tiles that use the same weights one after the other
 _SHARED_BYTES = 220 << 10
 _ALIGNMENT = 1024  # of the ring, as the swizzle requires
@@ -43,20 +42,23 @@ _BITS = ((12, 6), (9, 3), (11, 0), (10, 9))  # shifts of sign and rest of the fo
 class CodedStack(NamedTuple):
     """One matrix of e2m1 codes per expert, with a power-of-two scale per 32 inputs."""
 
-    data: Tensor  # [experts, panels * steps, PANEL_BYTES] uint8, see `in_columns`
+    data: Tensor  # [experts, panels, steps, PANEL_BYTES] uint8
     outputs: int  # weight rows
     inputs: int
-    column: int  # panels that a block multiplies by, one per consumer warpgroup
     interleaved: bool  # panels have eight rows of gate, eight of up, and so on
     bias: Tensor | None = None  # [experts, outputs]: gate, then up
 
 
 def choose_coded_tile(pairs: int, num: int) -> int | None:
-    """Choose the rows of a tile: about 1.5 times an expert's average share. None for more rows than the kernel is
-    faster for than one for dequantized weights."""
+    """Choose the rows of a tile: about 1.5 times an expert's average share. None if the tiles are too many."""
     share = -(-pairs // num)
     tile = min((tile for tile in WIDTHS if tile >= share + share // 2), default=max(WIDTHS))
-    return None if share > _MOST_SHARE or most_tiles(pairs, num, tile) > MOST_TILES else tile
+    return tile if most_tiles(pairs, num, tile) <= MOST_TILES else None
+
+
+def choose_groups(tile: int, pairs: int, num: int) -> int:
+    """Choose the number of consumer warpgroups, and so of panels of a block, tuned on an H200."""
+    return 4 if tile == min(WIDTHS) and pairs >= _MANY_PAIRS * num else 3
 
 
 class _Product(ctypes.Structure):
@@ -117,18 +119,10 @@ def _interleave(rows: Tensor) -> Tensor:
     return rows.view(2, -1, 8, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
 
 
-def in_columns(packed: Tensor, column: int) -> Tensor:  # [panels * steps, PANEL_BYTES]
-    """Reorder panels to columns of some panels, the last one of the rest: each column stores one step of all its panels
-    after the other."""
-    return torch.cat([panels.transpose(0, 1).flatten(0, 1) for panels in packed.split(column)])
-
-
-def stack_codes(
-    experts: Sequence[PackedNibbles], bias: Tensor | None, *, interleaved: bool, column: int = COLUMN
-) -> CodedStack:
+def stack_codes(experts: Sequence[PackedNibbles], bias: Tensor | None, *, interleaved: bool) -> CodedStack:
     """Stack the packed weights of all experts, which are as `takes_codes` requires."""
-    data = torch.stack([in_columns(pack_codes(each, interleaved=interleaved), column) for each in experts])
-    return CodedStack(data, experts[0].outputs, experts[0].inputs, column, interleaved, bias)
+    data = torch.stack([pack_codes(each, interleaved=interleaved) for each in experts])
+    return CodedStack(data, experts[0].outputs, experts[0].inputs, interleaved, bias)
 
 
 def coded_product(
@@ -161,17 +155,17 @@ def coded_product(
         out_at = out.data_ptr()
     if pairs == 0:
         return out
+    groups, has_bias = choose_groups(tile, pairs, len(stack.data)), stack.bias is not None
     kind = _Kind(
-        stack.column, tile, gated, stack.interleaved, stack.bias is not None, clamp is not None, early,
-        activation or "silu",
+        groups, tile, gated, stack.interleaved, has_bias, clamp is not None, early, activation or "silu"
     )  # fmt: skip
     compiled = _begin(kind, x.data.device)
     if is_compiling_only():
         for other in WIDTHS:
-            _begin(kind._replace(tile=other), x.data.device)
+            _begin(kind._replace(tile=other, groups=choose_groups(other, 0, 1)), x.data.device)
         return out
     limit, alpha, shift = clamp or Clamp(0.0)
-    panels, steps = stack.outputs // PANEL, stack.inputs // STEP
+    panels, steps = stack.data.shape[1:3]
     given = _Product(
         x.data.data_ptr(), stack.data.data_ptr(), 0 if stack.bias is None else stack.bias.data_ptr(), out_at,
         routing.tile_experts.data_ptr(), x.counts.data_ptr(), routing.places.data_ptr(), tiles, panels, steps,
@@ -196,7 +190,7 @@ class _Kind(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * (self.tile * STEP * 2 + self.groups * PANEL_BYTES)
+        return self.tile * STEP * 2 + self.groups * PANEL_BYTES
 
     @property
     def stages(self) -> int:

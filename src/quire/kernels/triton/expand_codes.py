@@ -19,14 +19,13 @@ def _float_of(bits, factor):
 
 
 @triton.jit
-def _expand_codes_kernel(data_ptr, out_ptr, panels, steps, COLUMN: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _expand_codes_kernel(data_ptr, out_ptr, panels, steps, INTERLEAVED: tl.constexpr):
     """Dequantize 64 inputs of a panel. One program per (step, panel)."""
     BLOCK: tl.constexpr = 544  # words
     MASK: tl.constexpr = 0x01C001C0
     step, panel = tl.program_id(0), tl.program_id(1)
     thread, sixteen = tl.arange(0, 128), tl.arange(0, 4)
-    first = panel // COLUMN * COLUMN
-    at = data_ptr + (first * steps + step * tl.minimum(COLUMN, panels - first) + panel - first) * BLOCK
+    at = data_ptr + (panel.to(tl.int64) * steps + step) * BLOCK
     words = tl.load(at + thread[:, None] * 4 + sixteen[None, :]).to(tl.uint32, bitcast=True)
     scales = tl.load(at + 512 + thread // 4)[:, None] >> (sixteen // 2 * 8)[None, :]
     group = thread // 32 * 8 + thread % 32 // 4
@@ -53,25 +52,17 @@ def _expand_codes_kernel(data_ptr, out_ptr, panels, steps, COLUMN: tl.constexpr,
 
 
 def expand_codes(
-    packed: Tensor,  # [panels * steps, bytes] uint8: one expert of a CodedStack
+    packed: Tensor,  # [panels, steps, bytes] uint8: one expert of a CodedStack
     out: Tensor,  # [panels * 64, steps * 64] bfloat16
     *,
-    column: int,  # panels of a column
     interleaved: bool,  # panels have eight rows of gate, eight of up, and so on; out has gate, then up
 ) -> Tensor:
     """Dequantize one expert's matrix, exactly."""
-    panels, steps = out.shape[0] // 64, out.shape[1] // 64
+    panels, steps = packed.shape[:2]
     check(packed.is_contiguous() and packed.dtype == torch.uint8, "packed codes are contiguous")
     check(out.shape == (panels * 64, steps * 64) and out.is_contiguous(), "out is [outputs, inputs]")
-    check(len(packed) == panels * steps, "out is as large as the matrix")
     check(out.dtype == torch.bfloat16, "out is bfloat16")
     _expand_codes_kernel[(steps, panels)](
-        packed.view(torch.int32),
-        out.view(torch.int32),
-        panels,
-        steps,
-        COLUMN=column,
-        INTERLEAVED=interleaved,
-        num_warps=4,
+        packed.view(torch.int32), out.view(torch.int32), panels, steps, INTERLEAVED=interleaved, num_warps=4
     )
     return out

@@ -15,7 +15,6 @@ from quire.kernels.triton.launch import await_inputs, check, check_rows
 STEP = 64  # inputs side by side in a tile
 _CHUNK = 8  # elements of 16 bytes
 _STEPS = 8  # at a time
-_FEWEST_PROGRAMS = 528  # from which a program copies whole rows
 
 
 class PlacedRows(NamedTuple):
@@ -29,33 +28,31 @@ class PlacedRows(NamedTuple):
         return self.data.shape[2]
 
 
-@triton.jit(do_not_specialize=["steps", "each"])
+@triton.jit(do_not_specialize=["steps"])
 def _place_rows_kernel(
-    x_ptr, out_ptr, counts_ptr, places_ptr, tile_experts_ptr, x_stride, steps, each,
+    x_ptr, out_ptr, counts_ptr, places_ptr, tile_experts_ptr, x_stride, steps,
     USED: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Copy eight rows of a tile, `each` steps of them."""
+    """Copy some steps of eight rows of a tile."""
     EIGHTS: tl.constexpr = TILE // 8
-    tile, eight = tl.program_id(0) // EIGHTS, tl.program_id(0) % EIGHTS
+    tile, eight, begin = tl.program_id(0) // EIGHTS, tl.program_id(0) % EIGHTS, tl.program_id(1) * STEPS
     await_inputs(DEPENDENT)
     if tl.load(tile_experts_ptr + tile) >= 0:
         row = eight * 8 + tl.arange(0, 8)
         pair = tl.load(places_ptr + tile * TILE + row)
-        if (eight == 0) & (tl.program_id(1) == 0):
+        if (eight == 0) & (begin == 0):
             all_pairs = tl.load(places_ptr + tile * TILE + tl.arange(0, TILE))
             tl.store(counts_ptr + tile, tl.sum((all_pairs >= 0).to(tl.int32), 0))
         if tl.max(pair, 0) >= 0:
-            place, step, unit = tl.arange(0, 8), tl.arange(0, STEPS), tl.arange(0, 8)
+            place, step, unit = tl.arange(0, 8), begin + tl.arange(0, STEPS), tl.arange(0, 8)
             line = x_ptr + (tl.maximum(pair, 0) // USED).to(tl.int64) * x_stride
             chunk = place[None, :] ^ (row % 8)[:, None]  # [row, place]
-            first = tl.program_id(1) * each
-            for begin in range(first, tl.minimum(first + each, steps), STEPS):
-                at = line[:, None, None] + (begin + step)[None, :, None] * 64 + (chunk * 8)[:, None, :]
-                here = (pair >= 0)[:, None, None] & (begin + step < steps)[None, :, None] & (place >= 0)[None, None, :]
-                x = tl.load(at[:, :, :, None] + unit[None, None, None, :], mask=here[:, :, :, None])
-                to = (tile.to(tl.int64) * steps + begin + step)[None, :] * TILE + row[:, None]
-                to = out_ptr + to[:, :, None] * 64 + (place * 8)[None, None, :]
-                tl.store(to[:, :, :, None] + unit[None, None, None, :], x, mask=here[:, :, :, None])
+            at = line[:, None, None] + step[None, :, None] * 64 + (chunk * 8)[:, None, :]
+            here = (pair >= 0)[:, None, None] & (step < steps)[None, :, None] & (place >= 0)[None, None, :]
+            x = tl.load(at[:, :, :, None] + unit[None, None, None, :], mask=here[:, :, :, None])
+            to = (tile.to(tl.int64) * steps + step)[None, :] * TILE + row[:, None]
+            to = out_ptr + to[:, :, None] * 64 + (place * 8)[None, None, :]
+            tl.store(to[:, :, :, None] + unit[None, None, None, :], x, mask=here[:, :, :, None])
 
 
 def place_rows(
@@ -77,11 +74,8 @@ def place_rows(
     placed = PlacedRows(data, torch.empty(tiles, dtype=torch.int32, device=x.device))
     if tiles == 0:
         return placed
-    programs = tiles * tile // 8
-    parts = max(1, min(triton.cdiv(steps, _STEPS), _FEWEST_PROGRAMS // programs))
-    each = triton.cdiv(triton.cdiv(steps, parts), _STEPS) * _STEPS
-    _place_rows_kernel[(programs, triton.cdiv(steps, each))](
-        x, data, placed.counts, routing.places, routing.tile_experts, x.stride(0), steps, each,
+    _place_rows_kernel[(tiles * tile // 8, triton.cdiv(steps, _STEPS))](
+        x, data, placed.counts, routing.places, routing.tile_experts, x.stride(0), steps,
         USED=num_used, TILE=tile, STEPS=_STEPS, DEPENDENT=dependent, num_warps=4, num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
     return placed

@@ -74,9 +74,7 @@ def multiply(
         )
     if expanded:
         return expanded_product(
-            x, lambda number, out: expand_codes(
-                stack.data[number], out, column=stack.column, interleaved=stack.interleaved
-            ),
+            x, lambda number, out: expand_codes(stack.data[number], out, interleaved=stack.interleaved),
             (len(stack.data), stack.outputs, stack.inputs), stack.bias, routing, tiling, num_used=num_used,
             activation=activation, clamp=clamp, dependent=dependent,
         )  # fmt: skip
@@ -95,6 +93,7 @@ def multiply_gated(
     if isinstance(up, CodedStack) and isinstance(down, CodedStack) and not plan.expanded:
         placed = place_rows(x, routing, plan.first.block_m, num_used=num_used, dependent=dependent)
         inner = coded_product(placed, up, routing, activation=activation, clamp=clamp, dependent=dependent)
+        del placed  # frees its memory
         assert isinstance(inner, PlacedRows)
         out = coded_product(inner, down, routing, early=True, dependent=dependent)
         assert isinstance(out, Tensor)

@@ -14,7 +14,7 @@ from quire.runtime.layers.expert_products import plan_experts, stack_packed, tak
 
 BF16 = torch.bfloat16
 PLAIN = Stack(torch.zeros(32, 8, 8), None)
-CODED = CodedStack(torch.zeros(32, 1, 1), 128, 64, 3, True)
+CODED = CodedStack(torch.zeros(32, 1, 1, 1), 128, 64, True)
 X = torch.zeros(1, 8, dtype=BF16)
 
 
@@ -40,9 +40,9 @@ def test_both_gemms_of_a_step_share_the_rows_of_a_tile() -> None:
 
 
 def test_many_rows_are_multiplied_by_dequantized_codes() -> None:
-    plan = plan_experts(CODED, CODED, 100_000, 32, X)
+    plan = plan_experts(CODED, CODED, 200_000, 32, X)
     assert plan.expanded
-    assert (plan.first, plan.second) == choose_grouped_tilings(100_000, 32, 2, X.device)
+    assert (plan.first, plan.second) == choose_grouped_tilings(200_000, 32, 2, X.device)
 
 
 def test_numbers_keep_their_tiles() -> None:
@@ -51,7 +51,7 @@ def test_numbers_keep_their_tiles() -> None:
 
 
 def test_gate_and_down_of_different_formats_are_multiplied_apart() -> None:
-    few, many = plan_experts(CODED, PLAIN, 768, 32, X), plan_experts(CODED, PLAIN, 100_000, 32, X)
+    few, many = plan_experts(CODED, PLAIN, 768, 32, X), plan_experts(CODED, PLAIN, 200_000, 32, X)
     assert takes_gated(CODED, CODED, few)
     assert takes_gated(PLAIN, PLAIN, few)
     assert not takes_gated(CODED, PLAIN, few)
