@@ -1,7 +1,8 @@
-"""Images whose tokens see the whole image (Gemma 3) through the whole engine: no chunk and no prefix hit cuts one."""
+"""Images whose tokens see the whole image (Gemma 3 and 4) in the engine: no chunk and no prefix hit cuts one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ LIMITS = ImageLimits(GRID, max_images=3, max_kept_tokens=0)
 
 
 class Case:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.model = folder, vision_model(folder, "gemma3")
+    def __init__(self, folder: Path, family: str) -> None:
+        self.folder, self.model = folder, vision_model(folder, family)
         self._answers: dict[tuple[object, ...], list[int]] = {}
 
     def expected(self, prompt: VisionPrompt, count: int = COUNT) -> list[int]:
@@ -42,9 +43,9 @@ class Case:
         return TinyEngine(open_checkpoint(files_at(self.folder)), None, **settings)
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("gemma3"))
+@pytest.fixture(scope="module", params=["gemma3", "gemma4_large"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp(request.param), request.param)
 
 
 def request(name: str, prompt: VisionPrompt, **sampling: Any) -> Submit:
@@ -115,4 +116,39 @@ def test_a_branch_that_ends_with_an_image_computes_all_of_it(case: Case) -> None
     made.core.submit(replace(request("branch", ends), source=source))
     made.run()
     assert list(made.finished["branch"].samples[0].token_ids) == case.expected(ends)
+    assert cut_images(made) == []
+
+
+def steps_until_finished(made: TinyEngine, name: str, each: Callable[[int], None]) -> int:
+    """Step until a request has finished. `each` is called before each step. Fails after 40 steps."""
+    for step in range(40):
+        each(step)
+        out = made.core.step()
+        made.core.check()
+        if any(message.request_id == name for message in out.finished):
+            return step
+    raise AssertionError(f"{name!r} has not finished after 40 steps")
+
+
+def test_a_stream_of_short_prompts_does_not_keep_an_image_waiting(case: Case) -> None:
+    made = case.engine(budget=20, rows=4)
+
+    def submit_short(step: int) -> None:
+        for number in range(3):
+            made.core.submit(request(f"{step} {number}", prompt_of([4, 17, number + 3, step + 3]), max_tokens=1))
+        if not step:
+            made.core.submit(request("image", ONE, max_tokens=1))
+
+    assert steps_until_finished(made, "image", submit_short) < 6
+    assert cut_images(made) == []
+
+
+def test_a_policy_that_bounds_steps_while_others_decode_does_not_keep_an_image_waiting(case: Case) -> None:
+    made = case.engine(budget=20, rows=4)
+    policy: Any = made.core._scheduler.policy
+    policy.budget = lambda limit, view: min(limit, view.num_decoding + 4)
+    made.core.submit(request("text", TEXT, max_tokens=100))
+    made.core.step()
+    made.core.submit(request("image", ONE, max_tokens=1))
+    assert steps_until_finished(made, "image", lambda _: None) < 6
     assert cut_images(made) == []

@@ -260,10 +260,10 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         drafted += weight_memory(draft, config, facts, has_triton=has_triton)
         drafted += rotary_memory(draft, scheduler.max_model_len, value_bytes)
         block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
-        if draft.eagle is not None:  # a feature per cached token, and the hidden states of a step
+        if draft.states_read:  # a feature per cached token, and the hidden states of a step
             vector = draft.hidden_size * DTYPE_BYTES[config.device.dtype]
             block_bytes += block_size * vector
-            drafted += (draft.eagle.num_states + 1) * scheduler.max_num_batched_tokens * vector
+            drafted += (draft.states_read + 1) * scheduler.max_num_batched_tokens * vector
     return MemoryPlan(
         device=device,
         capacity=capacity,
@@ -329,8 +329,6 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     value_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
     widest = scheduler.max_num_batched_tokens * widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"])
     attention = _attention(config, facts)
-    if attention == "native" and model.latent is not None and config.device.kv_dtype == "float8":
-        attention = "gather"  # no compiled kernel reads latents in float8
     if attention == "native" and config.device.dtype == "float16":
         attention = "gather"  # keys and values are converted to float32 before the kernels read them
     if attention == "triton":

@@ -42,12 +42,13 @@ class HfCheckpoint:
     """Reads one tensor at a time in its stored dtype (float64 as float32), as a view of its file that stays valid after
     `close`. MXFP4 is read as float32.
 
-    Tensors have the names of the family's layers; a stored tensor may contain several of them.
+    Tensors have the names of the family's layers; a stored tensor may contain several of them. `is_head`: read only the
+    MTP head.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, is_head: bool = False) -> None:
         self.file = str(directory)
-        self.config: ModelConfig = hf_model_config(directory)
+        self.config: ModelConfig = hf_model_config(directory, is_head=is_head)
         self._method = hf_method(directory)
         self._files: list[SafetensorsFile] = []
         try:
