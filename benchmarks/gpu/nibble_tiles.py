@@ -16,14 +16,14 @@ from torch import Tensor
 from benchmarks.gpu.kernel_timing import READ_CEILING, relative_error
 from benchmarks.gpu.nibbles import COLD_BYTES, CUDA, KINDS, LAYERS, make_weight, weight_bytes
 from quire.kernels.clamp import Clamp
-from quire.kernels.cuda.coded_experts import WIDTHS, CodedStack, coded_product, stack_codes, takes_codes
+from quire.kernels.cuda.coded_experts import CodedStack, choose_coded_tile, coded_product, stack_codes, takes_codes
 from quire.kernels.triton.gauge import graph_us
 from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, grouped_product, route
 from quire.kernels.triton.grouped_nibbles import NibbleStack, choose_nibble_tilings, grouped_nibble_product
 from quire.kernels.triton.launch import has_gluon
 from quire.kernels.triton.nibble_products import nibble_product, pack_nibbles, unpack_nibbles
 from quire.kernels.triton.nibble_wgmma import nibble_wgmma
-from quire.kernels.triton.place_rows import place_rows
+from quire.kernels.triton.place_rows import PlacedRows, place_rows
 from quire.kernels.triton.product_trials import Layer
 from quire.kernels.triton.products import Workspace
 
@@ -112,7 +112,7 @@ def experts() -> None:
             ),
         }
         if coded:
-            _time_coded(x, logits, (coded[0], coded[1]), (plain[0], plain[1]), wanted, clamp)
+            _time_coded(x, logits, coded, plain, wanted, clamp)
         read = len(routing.chosen.unique()) * 3 * SIZE * SIZE
         times = ", ".join(f"{name} {graph_us([a]):.1f} + {graph_us([b]):.1f} us" for name, (a, b) in calls.items())
         print(
@@ -123,22 +123,25 @@ def experts() -> None:
 
 
 def _time_coded(
-    x: Tensor, logits: Tensor, coded: tuple[CodedStack, CodedStack], plain: tuple[Stack, Stack], inner: Tensor,
-    clamp: Clamp,
-) -> None:  # fmt: skip
-    """Time the kernel for Hopper GPUs with tiles of all sizes. inner: the right results of gate-up."""
+    x: Tensor, logits: Tensor, coded: list[CodedStack], plain: list[Stack], inner: Tensor, clamp: Clamp
+) -> None:
+    """Time the kernel for Hopper GPUs, with the copies of rows to their tiles. inner: the right results of gate-up."""
     pairs = len(x) * USED
-    for tile in WIDTHS:
-        tiling = choose_grouped_tilings(pairs, EXPERTS, 2, CUDA)[0]._replace(block_m=tile)
-        if not pairs // (4 * tile) <= EXPERTS or len(x) < tile // 32:
-            continue
-        routing = route(logits, USED, tiling, is_normalized=True)
-        place = partial(place_rows, x, routing, tile, num_used=USED, dependent=True)
-        first = partial(coded_product, place(), coded[0], routing, activation="silu", clamp=clamp, dependent=True)
-        down = partial(coded_product, first(), coded[1], routing, early=True, dependent=True)
-        wanted = grouped_product(inner, plain[1], routing, tiling, num_used=1)
-        error, times = relative_error(down(), wanted.float()), [graph_us([call]) for call in (place, first, down)]
-        print(f"  tiles of {tile}: {' + '.join(f'{us:.1f}' for us in times)} = {sum(times):.1f} us, err {error:.1e}")
+    tile = choose_coded_tile(pairs, EXPERTS)
+    assert tile is not None
+    tiling = choose_grouped_tilings(pairs, EXPERTS, 2, CUDA)[0]._replace(block_m=tile)
+    routing = route(logits, USED, tiling, is_normalized=True)
+
+    def layer() -> Tensor:
+        placed = place_rows(x, routing, tile, num_used=USED, dependent=True)
+        made = coded_product(placed, coded[0], routing, activation="silu", clamp=clamp, dependent=True)
+        assert isinstance(made, PlacedRows)
+        out = coded_product(made, coded[1], routing, early=True, dependent=True)
+        assert isinstance(out, Tensor)
+        return out
+
+    wanted = grouped_product(inner, plain[1], routing, tiling, num_used=1)
+    print(f"  for Hopper GPUs: {graph_us([layer]):.1f} us, err {relative_error(layer(), wanted.float()):.1e}")
 
 
 def main() -> None:
