@@ -33,6 +33,7 @@ SAME_KERNELS = {
     "granitemoe": "mixtral",
     "granitemoeshared": "mixtral",
     "helium": "llama",
+    "idefics3": "llama",
     "hunyuan_v1_moe": "hunyuan_v1_dense",
     "internlm2": "llama",
     "lfm2": "lfm2_moe",
@@ -41,6 +42,7 @@ SAME_KERNELS = {
     "ministral": "mixtral",
     "mistral": "mixtral",
     "mistral3": "llama",
+    "llava": "llama",
     "mistral4": "deepseek_v3",
     "olmo": "cohere2",
     "olmo3": "olmo2",
@@ -53,6 +55,7 @@ SAME_KERNELS = {
     "qwen3_vl_moe": "qwen3_moe",
     "seed_oss": "starcoder2",
     "smollm3": "llama",
+    "smolvlm": "llama",
     "solar_open": "glm4_moe",
 }
 # Families of the same blocks as another one: the suite runs these features, the table and QUIRE_TEST_WHOLE all.
@@ -69,13 +72,16 @@ SAME_BLOCKS = {
     "gpt_bigcode": "gpt2",
     "granitemoeshared": "granitemoe",
     "helium": "llama",
+    "idefics3": "llama",
     "hunyuan_v1_moe": "hunyuan_v1_dense",
     "internlm2": "llama",
     "mimo": "qwen2",
     "ministral": "mistral",
     "mistral3": "llama",
+    "llava": "llama",
     "mistral4": "deepseek_v3",
     "seed_oss": "qwen2",
+    "smolvlm": "llama",
     "solar_open": "glm4_moe",
 }
 FEW_FEATURES = ("parity", "CPU program", "fp8")
