@@ -24,10 +24,13 @@ from quire.engine.paced_results import PacedResults, beam_ends
 from quire.engine.scheduler.queue import RunningGroups
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.scheduler.scheduler import Scheduler
+from quire.engine.standby import HELD, LiveRequests, Standby
 from quire.engine.submission import (
     add_sequences,
+    check_id,
     check_request,
     end_uncompiled,
+    fault_message,
     find_origin,
     make_controller,
     make_group,
@@ -75,6 +78,8 @@ class EngineCore:
         self._committer = Committer(self._scheduler, proposers, self._guided, self._paced, self._end, self._fail, clock)
         self._compiling: dict[Group, Compilation] = {}
         self._groups: dict[str, Group] = {}
+        live = LiveRequests(self._groups, self._compiling, self._pipeline)
+        self.standby = Standby(self, self._scheduler, live, cache, is_recorded=observer is not None)
         self._finished: list[Finished] = []
         self._handover = make_handover(cache.tiers, self._scheduler.tiers, clock)
         self._next_handle = self._ordinal = 0
@@ -87,11 +92,8 @@ class EngineCore:
         EngineDead."""
         if self._dead is not None:
             raise EngineDead(self._dead)
-        if not isinstance(request.request_id, str):
-            raise InvalidRequest("request_id", f"is {request.request_id!r}, not a text", "send a string")
-        if request.request_id in self._groups:
-            reason = f"{request.request_id!r} is in use"
-            raise InvalidRequest("request_id", reason, "choose another or wait for its end")
+        self.standby.admit()
+        check_id(request.request_id, self._groups)
         self._observer.submitting()
         try:
             group = self._accept(request)
@@ -129,6 +131,8 @@ class EngineCore:
         group.ledger.note("queued", group.arrival, group.num_prompt)
         if request.rules.grammar:
             self._compiling[group] = self._tools.compile(request.rules)
+        elif self.standby.holds:
+            self._compiling[group] = HELD
         else:
             self._enqueue(group, None)
         return group
@@ -182,7 +186,8 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has work: a live request, a message to return, a step in flight, or a copy between tiers."""
         has_transfers = self._dead is None and self._scheduler.tiers.has_transfers
-        return bool(self._groups or self._finished or len(self._pipeline) or has_transfers or self._handover)
+        is_live = bool(self._groups) and not self.standby.rests
+        return bool(is_live or self._finished or len(self._pipeline) or has_transfers or self._handover)
 
     @property
     def pins(self) -> PinnedPrefixes:
@@ -233,7 +238,7 @@ class EngineCore:
 
     def _enqueue_compiled(self) -> None:
         """Add groups whose grammar is compiled to the waiting queue; fail groups whose grammar has failed."""
-        for group, compilation in list(self._compiling.items()):
+        for group, compilation in [] if self.standby.holds else list(self._compiling.items()):
             try:
                 if not compilation.is_ready:
                     continue
@@ -247,7 +252,7 @@ class EngineCore:
 
     def _plan_step(self) -> InFlightStep | None:
         """Plan the next step. Returns None if nothing can be computed now."""
-        plan = None if self._dead else self._scheduler.plan(self._clock(), self._pipeline.busy)
+        plan = None if self._dead or self.standby.stops else self._scheduler.plan(self._clock(), self._pipeline.busy)
         step = None
         if plan is not None:
             step = self._committer.prepare(plan)
@@ -303,11 +308,7 @@ class EngineCore:
             group.live.remove(sequence)
             if group.search is None and all(sample.index != sequence.index for sample in group.ended):
                 group.ended.append(SampleEnd(sequence.index, tuple(sequence.outputs), "error"))
-        try:
-            message = group.finish_message(self._clock(), *fault)
-        except Exception:  # noqa: BLE001 - if making the message failed, the request must end all the same
-            message = Finished(group.request.request_id, tuple(group.ended), error=fault.reason)
-        self._finish_request(group, message)
+        self._finish_request(group, fault_message(group, fault, self._clock()))
 
     def _finish_request(self, group: Group, message: Finished) -> None:
         """Remove a group from the engine, and return its terminal message with the next step."""
