@@ -12,13 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_heads import head_config, knowing_head, memoryless, random_head
+from eagle_heads import Draft, head_config, knowing_head, memoryless, random_head, record
 from quire.config.model import Heads, ModelConfig
 from quire.engine.speculation.draft_length import DraftLength
-from quire.runtime.speculation.eagle_drafter import EagleDrafter
-from quire.runtime.transfer import Pending
 from quire.types.request import Abort
-from quire.types.step import StepPlan
 from tiny_models import MemoryCheckpoint, random_checkpoint, tiny_config
 from worker_executor import TinyEngine
 
@@ -27,7 +24,6 @@ TARGET = random_checkpoint(CONFIG)
 LAYERS = (1, 2, 3)
 HEAD = random_head(head_config(CONFIG, LAYERS, drafted=40))
 METHOD: dict[str, Any] = {"model": "head", "num_speculative_tokens": 3}
-Draft = tuple[tuple[int, ...], tuple[int, ...]]  # the tokens of a sequence, and what was drafted after them
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,25 +35,6 @@ def engine(head: MemoryCheckpoint | None = HEAD, target: MemoryCheckpoint = TARG
     if head is not None:
         made.proposers.lengths.length = lambda *given, **rest: DraftLength(given[1])  # type: ignore[attr-defined]
     return made
-
-
-def record(made: TinyEngine) -> list[Draft]:
-    """Fills while the engine runs."""
-    drafter, found = made.executor.worker.drafter, []
-    assert isinstance(drafter, EagleDrafter)
-    follow = drafter.follow
-
-    def watch(plan: StepPlan, token_ids: Tensor) -> Any:
-        pending = follow(plan, token_ids)
-        drafts = pending.finish([tensor.cpu() for tensor in pending.tensors])
-        own, target = drafter._worker.rows, drafter._target
-        for draft in drafts:
-            known = own.tokens[draft.row, : drafter._states[draft.row].num_final].tolist()
-            found.append(((int(target.tokens[draft.row, 0]), *known), tuple(draft.token_ids.tolist())))
-        return Pending((), lambda: drafts)
-
-    drafter.follow = watch  # type: ignore[method-assign]
-    return found
 
 
 def prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:

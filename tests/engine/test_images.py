@@ -32,6 +32,7 @@ LIMITS = ImageLimits(VISION.grid, max_images=3, max_encoded_tokens=2_048, max_ke
 class Case:
     def __init__(self, folder: Path, family: str) -> None:
         self.folder, self.model, self.is_recurrent = folder, vision_model(folder, family), family == "qwen3_5"
+        self.has_windows = family == "gemma4"
         self._answers: dict[tuple[object, ...], list[int]] = {}
 
     def expected(self, prompt: VisionPrompt) -> list[int]:
@@ -45,7 +46,7 @@ class Case:
         return TinyEngine(open_checkpoint(files_at(self.folder)), speculative, **settings)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("vision"), request.param)
 
@@ -115,7 +116,7 @@ def test_a_hit_never_ends_where_the_keys_of_an_image_tell_little_of_it(case: Cas
 
 @pytest.mark.parametrize("tiers", [TierConfig(), TierConfig(host_blocks=64)])
 def test_preempted_requests_with_images_go_on_as_if_nothing_was(case: Case, tiers: TierConfig) -> None:
-    made = case.engine(num_blocks=16, tiers=tiers)
+    made = case.engine(num_blocks=11 if case.has_windows else 16, tiers=tiers)
     others = [prompt_of([seed + 3], picture(2, 4, seed), [seed + 5]) for seed in range(4)]
     assert answers(made, *others) == [case.expected(other) for other in others]
     assert made.core.stats().preemptions > 0
@@ -188,7 +189,7 @@ def test_a_prompt_with_an_image_can_stay_resident(case: Case) -> None:
     longer = prompt_of([5, 9, 11], picture(3, 5), [7, 30, 8, 21])
     before = made.core.stats().prompt_tokens
     assert answers(made, longer) == [case.expected(longer)]
-    if not case.is_recurrent:  # whose states are kept at few positions
+    if not (case.is_recurrent or case.has_windows):  # states and windows are kept at few positions
         assert made.core.stats().prompt_tokens - before == 1
 
 

@@ -1,4 +1,4 @@
-"""Images whose tokens see the whole image (Gemma 3) through the whole engine: no chunk and no prefix hit cuts one."""
+"""Images whose tokens see the whole image (Gemma 3 and 4) in the engine: no chunk and no prefix hit cuts one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ LIMITS = ImageLimits(GRID, max_images=3, max_kept_tokens=0)
 
 
 class Case:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.model = folder, vision_model(folder, "gemma3")
+    def __init__(self, folder: Path, family: str) -> None:
+        self.folder, self.model = folder, vision_model(folder, family)
         self._answers: dict[tuple[object, ...], list[int]] = {}
 
     def expected(self, prompt: VisionPrompt, count: int = COUNT) -> list[int]:
@@ -42,9 +42,9 @@ class Case:
         return TinyEngine(open_checkpoint(files_at(self.folder)), None, **settings)
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("gemma3"))
+@pytest.fixture(scope="module", params=["gemma3", "gemma4_large"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp(request.param), request.param)
 
 
 def request(name: str, prompt: VisionPrompt, **sampling: Any) -> Submit:

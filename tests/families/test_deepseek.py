@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from family_bench import BACKENDS, SIZES, change_config, check_parity, hf_checkpoint, hf_model, load_bench, logits_of
 from quire.config.memory import kv_block_bytes
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.program import Program
+from quire.kernels.native.program_run import Program
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at

@@ -9,6 +9,7 @@ import torch
 
 from encoder_models import (
     CONFIGS,
+    NO_HEADS,
     TEXTS,
     expected_states,
     hf_classifier,
@@ -24,15 +25,16 @@ from quire.runtime.models.registry import of_kind
 from quire.types.errors import ModelLoadError
 
 pytest.importorskip("transformers")
+HEADED = sorted(CONFIGS.keys() - set(NO_HEADS))
 
 
 def test_every_encoder_has_a_tiny_model() -> None:
     assert CONFIGS.keys() == set(of_kind("encoder"))
-    assert {f"{name}-classifier" for name in CONFIGS} == set(of_kind("classifier"))
+    assert {f"{name}-classifier" for name in HEADED} == set(of_kind("classifier"))
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
-@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("family", HEADED)
 def test_logits_of_texts_and_pairs_are_those_of_transformers(family: str, num_labels: int, tmp_path: Path) -> None:
     model = hf_classifier(family, num_labels)
     model.save_pretrained(tmp_path)
@@ -69,7 +71,7 @@ def test_bfloat16_is_near(family: str, tmp_path: Path) -> None:
         assert torch.nn.functional.cosine_similarity(found, wanted).min() > 0.995
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("family", HEADED)
 def test_a_checkpoint_with_the_head_of_its_training_is_read_without_it(family: str, tmp_path: Path) -> None:
     import transformers
 
@@ -79,6 +81,21 @@ def test_a_checkpoint_with_the_head_of_its_training_is_read_without_it(family: s
     whole.save_pretrained(tmp_path)
     (found,) = hidden_states(load_encoder(tmp_path), TEXTS[:1])
     torch.testing.assert_close(found, expected_states(model, list(TEXTS[0])), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_modernbert_may_have_biases_and_classify_by_the_mean(pooling: str, tmp_path: Path) -> None:
+    biases = dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"), True)
+    model = hf_classifier(
+        "modernbert", 3, **biases, classifier_pooling=pooling, classifier_activation="silu", local_attention=10,
+        layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    model.save_pretrained(tmp_path)
+    for batch, rows in load_classifier(tmp_path).run(TEXTS):
+        for number, found in zip(batch, rows, strict=True):
+            with torch.no_grad():
+                wanted = model(input_ids=torch.tensor([list(TEXTS[number])])).logits[0]
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -238,11 +238,11 @@ def wrapped(folder: Path, **changes: Any) -> torch.nn.Module:
     text = {key: value for key, value in (SMALL | changes).items() if key != "attn_implementation"}
     tower = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16,
+        "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 3_360,
     }  # fmt: skip
     config = transformers.Gemma4Config(
         text_config=text, vision_config=tower, audio_config={"hidden_size": 16, "num_hidden_layers": 1},
-        attn_implementation="eager",
+        image_token_id=60, attn_implementation="eager",
     )  # fmt: skip
     model = randomize(transformers.Gemma4ForConditionalGeneration(config).eval().float())
     model.save_pretrained(folder)

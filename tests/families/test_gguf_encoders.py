@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
-from encoder_models import CONFIGS, TEXTS, hf_encoder, hidden_states, load_encoder
+from encoder_models import TEXTS, hf_encoder, hidden_states, load_encoder
 from family_bench import HAS_TRITON
 from gguf_bert import export_encoder, word_metadata
 from quire import LLM
@@ -24,6 +24,7 @@ from quire.runtime.loading.model_config import read_model_config
 from quire.runtime.models.build import count_copies
 from quire.types.errors import ConfigError, ModelLoadError
 
+FAMILIES = ("bert", "distilbert", "roberta", "xlm-roberta")
 WORDS = [
     "[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz0123456789.,!?'#東京",
     *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz0123456789"), "the", "cat", "cafe", "##ing", "##ts", "сто",
@@ -37,7 +38,7 @@ SENTENCES = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
-    for family in CONFIGS:
+    for family in FAMILIES:
         found[family] = tmp_path_factory.mktemp(family)
         hf_encoder(family).save_pretrained(found[family])  # type: ignore[operator]
     return found
@@ -57,7 +58,7 @@ def sentence_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_states_are_those_of_the_folder(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     path = export_encoder(folders[family], tmp_path / "m.gguf")
     wanted = hidden_states(load_encoder(folders[family]), TEXTS)

@@ -11,7 +11,7 @@ import torch
 
 from family_bench import hf_checkpoint, logits_of
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.program import Program
+from quire.kernels.native.program_run import Program
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.modules import PositionEmbedding
 from quire.runtime.layers.weights import Placement

@@ -13,10 +13,6 @@ from tiny_models import DEVICE
 
 pytest.importorskip("transformers")
 WHOLE = "QUIRE_TEST_WHOLE" in os.environ  # make families: Triton's interpreter is slow, and the matrix runs it too
-CALLED = {  # layers that a program calls in Python: short convolutions, Mamba-2, ERNIE's and Llama 4's experts
-    "lfm2": 2, "lfm2_moe": 2, "granitemoehybrid": 2, "granitemoehybrid-dense": 2, "bamba": 2, "falcon_h1": 3,
-    "nemotron_h": 2, "nemotron_h-moe": 3, "ernie4_5_moe": 2, "llama4_text": 2,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("attention", BACKENDS if DEVICE != "cpu" or WHOLE else BACKENDS[:-1])
@@ -36,4 +32,4 @@ def test_layers_with_a_window_may_have_blocks_of_their_own(case: FamilyCase, att
 
 def test_all_blocks_are_one_compiled_program(case: FamilyCase) -> None:
     assert case.model is not None  # its files are there
-    assert num_calls(load_bench(case.directory)) == CALLED.get(case.name, 0)
+    assert num_calls(load_bench(case.directory)) == 0

@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from quire.config.model import EagleHead, Heads, ModelConfig, Rope
 from quire.runtime.models.build import count_weights
+from quire.runtime.speculation.eagle_drafter import EagleDrafter
+from quire.runtime.transfer import Pending
+from quire.types.step import StepPlan
 from tiny_models import MemoryCheckpoint, family_checkpoint, tiny_config
+from worker_executor import TinyEngine
+
+Draft = tuple[tuple[int, ...], tuple[int, ...]]  # the tokens of a sequence, and what was drafted after them
 
 _COMPARED = 14  # numbers of an embedding by which `knowing_head` tells tokens apart
 
@@ -76,3 +83,22 @@ def knowing_head(target: MemoryCheckpoint, layers: tuple[int, ...]) -> MemoryChe
     tensors["norm.weight"] = target.tensors["model.norm.weight"]
     tensors["lm_head.weight"] = target.tensors["lm_head.weight"]
     return MemoryCheckpoint(config, tensors)
+
+
+def record(made: TinyEngine) -> list[Draft]:
+    """Every draft that a head makes for this engine; the list fills while the engine runs."""
+    drafter, found = made.executor.worker.drafter, []
+    assert isinstance(drafter, EagleDrafter)
+    follow = drafter.follow
+
+    def watch(plan: StepPlan, token_ids: Tensor) -> Any:
+        pending = follow(plan, token_ids)
+        drafts = pending.finish([tensor.cpu() for tensor in pending.tensors])
+        own, target = drafter._worker.rows, drafter._target
+        for draft in drafts:
+            known = own.tokens[draft.row, : drafter._states[draft.row].num_final].tolist()
+            found.append(((int(target.tokens[draft.row, 0]), *known), tuple(draft.token_ids.tolist())))
+        return Pending((), lambda: drafts)
+
+    drafter.follow = watch  # type: ignore[method-assign]
+    return found

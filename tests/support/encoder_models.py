@@ -18,15 +18,15 @@ from quire.runtime.loading.model_config import read_model_config
 from tiny_models import DEVICE
 
 VOCAB = 97
-COMMON: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
-    "type_vocab_size": 2,
 }
+COMMON = SIZES | {"type_vocab_size": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "bert": COMMON,
     "roberta": COMMON | {"pad_token_id": 1, "type_vocab_size": 1},
@@ -34,7 +34,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "distilbert": {
         "vocab_size": VOCAB, "dim": 64, "hidden_dim": 96, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 64,
     },
+    "modernbert": SIZES | {
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
+        "local_attention": 8, "num_hidden_layers": 4,
+    },
+    "embedding_gemma": SIZES | {
+        "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 8,
+        "num_hidden_layers": 4, "sliding_window_pattern": 3, "use_bidirectional_attention": True,
+    },
 }  # fmt: skip
+NO_HEADS = ("embedding_gemma",)  # families without classifiers, and without masked language models
+HF_NAMES = {"embedding_gemma": "gemma3_text"}  # `model_type`, where it differs
 TEXTS = ([5, 9, 2, 11, 7, 3, 8, 4, 30, 12], [40, 4, 17], [6], [55, 8, 20], list(range(10, 60)))
 
 
@@ -42,7 +52,7 @@ def hf_encoder(family: str, **changes: Any) -> torch.nn.Module:
     """A model of random weights, norms and biases too."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(family, **(CONFIGS[family] | changes))
+    config = transformers.AutoConfig.for_model(HF_NAMES.get(family, family), **(CONFIGS[family] | changes))
     config._attn_implementation = "eager"
     return randomize(transformers.AutoModel.from_config(config, dtype=torch.float32).eval())
 

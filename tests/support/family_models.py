@@ -182,6 +182,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "opt": {"num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": {"original_max_position_embeddings": 512, "pad_token_id": 0},
+    "mimo": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen2_moe": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,

@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import Any
 
-from quire.kernels.native.program import Program
+from quire.kernels.native.program_run import Program
 from quire.runtime.executor import rank_main
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.files import ModelFiles

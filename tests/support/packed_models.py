@@ -41,6 +41,17 @@ def pack_internlm2_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(told))
 
 
+def pack_mimo(folder: Path, config: Any) -> None:
+    pack_mimo_config(folder)
+
+
+def pack_mimo_config(folder: Path) -> None:
+    """Name a Qwen2's config.json as MiMo's are named."""
+    told = json.loads((folder / "config.json").read_text())
+    told |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(told))
+
+
 class Packed(NamedTuple):
     """The family of transformers that computes the same, and what turns its files into those of the other family."""
 
@@ -49,4 +60,7 @@ class Packed(NamedTuple):
     pack_config: Callable[[Path], None]
 
 
-PACKED = {"internlm2": Packed("llama", pack_internlm2, pack_internlm2_config)}
+PACKED = {
+    "internlm2": Packed("llama", pack_internlm2, pack_internlm2_config),
+    "mimo": Packed("qwen2", pack_mimo, pack_mimo_config),
+}

@@ -24,6 +24,21 @@ def roberta(kind: str, name: str, hidden: int, inner: int, layers: int, heads: i
     return bert(name, hidden, inner, layers, heads, **usual | others)
 
 
+def modern_bert(name: str, hidden: int, inner: int, layers: int, heads: int, **others: Any) -> Settings:
+    return {
+        "architectures": [name], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 50281,
+        "classifier_activation": "gelu", "classifier_bias": False, "classifier_dropout": 0.0,
+        "classifier_pooling": "mean", "cls_token_id": 50281, "decoder_bias": True, "deterministic_flash_attn": False,
+        "embedding_dropout": 0.0, "eos_token_id": 50282, "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0,
+        "hidden_activation": "gelu", "hidden_size": hidden, "initializer_cutoff_factor": 2.0,
+        "intermediate_size": inner, "layer_norm_eps": 1e-05, "local_attention": 128, "local_rope_theta": 10000.0,
+        "max_position_embeddings": 8192, "mlp_bias": False, "mlp_dropout": 0.0, "model_type": "modernbert",
+        "norm_bias": False, "norm_eps": 1e-05, "num_attention_heads": heads, "num_hidden_layers": layers,
+        "pad_token_id": 50283, "position_embedding_type": "absolute", "sep_token_id": 50282, "vocab_size": 50368,
+        "torch_dtype": "float32",
+    } | others  # fmt: skip
+
+
 XLM, ONE_LABEL = "xlm-roberta", {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 ENCODERS: dict[str, Settings] = {
     "bert-base-uncased": bert("BertForMaskedLM", 768, 3072, 12, 12),
@@ -39,6 +54,17 @@ ENCODERS: dict[str, Settings] = {
     "ms-marco-MiniLM-L6-v2": bert("BertForSequenceClassification", 384, 1536, 6, 12, **ONE_LABEL,
                                   sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity",
                                                          "version": "4.1.0.dev0"}),
+    "ModernBERT-large": modern_bert("ModernBertForMaskedLM", 1024, 2624, 28, 16),
+    "gte-modernbert-base": modern_bert("ModernBertModel", 768, 1152, 22, 12, torch_dtype="float16"),
+    "gte-reranker-modernbert-base": modern_bert("ModernBertForSequenceClassification", 768, 1152, 22, 12, **ONE_LABEL),
+    "embeddinggemma-300m": {
+        "architectures": ["Gemma3TextModel"], "attention_bias": False, "attn_logit_softcapping": None,
+        "bos_token_id": 2, "dtype": "float32", "eos_token_id": 1, "final_logit_softcapping": None, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 768, "intermediate_size": 1152,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 4, "max_position_embeddings": 2048,
+        "model_type": "gemma3_text", "num_attention_heads": 3, "num_hidden_layers": 24, "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000.0, "rope_scaling": None,
+        "rope_theta": 1000000.0, "sliding_window": 512, "use_bidirectional_attention": True, "vocab_size": 262144},
     "distilbert-sst-2": {
         "activation": "gelu", "architectures": ["DistilBertForSequenceClassification"], "attention_dropout": 0.1,
         "dim": 768, "dropout": 0.1, "finetuning_task": "sst-2", "hidden_dim": 3072, "model_type": "distilbert",

@@ -43,6 +43,16 @@ QWEN3_TOWER: dict[str, Any] = {
     "out_hidden_size": 64,
     "num_position_embeddings": 25,
 }
+GEMMA4_TOWER: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+    "position_embedding_size": 2_240, "model_type": "gemma4_vision",
+}  # fmt: skip
+GEMMA4_TEXT: dict[str, Any] = {
+    "head_dim": 16, "global_head_dim": 16, "sliding_window": 9, "rope_parameters": None, "bos_token_id": None,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 0, "pad_token_id": 3,
+}  # fmt: skip
 TOWERS: dict[str, dict[str, Any]] = {  # by family
     "qwen2_5_vl": {
         "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "window_size": 24,
@@ -55,6 +65,10 @@ TOWERS: dict[str, dict[str, Any]] = {  # by family
         "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 4,
         "image_size": 32, "vision_use_head": False, "model_type": "siglip_vision_model",
     },
+    "gemma4": {**GEMMA4_TOWER, "use_clipped_linears": True},
+    "gemma4_large": {
+        **GEMMA4_TOWER, "standardize": True, "rope_parameters": {"rope_type": "axial", "rope_theta": 30.0},
+    },
     "qwen3_5": {**QWEN3_TOWER, "depth": 2},
     "qwen3_5_moe": {**QWEN3_TOWER, "depth": 2},
 }  # fmt: skip
@@ -66,6 +80,11 @@ TEXTS: dict[str, dict[str, Any]] = {  # what their decoders say besides TEXT
     "gemma3": {
         "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": None,
+    },
+    "gemma4": {**GEMMA4_TEXT, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+    "gemma4_large": {
+        **GEMMA4_TEXT, "use_bidirectional_attention": "vision", "attention_k_eq_v": True, "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
     },
     "qwen3_5": {
         "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
@@ -95,10 +114,13 @@ def vision_model(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> tor
 
     text = TEXT | TEXTS.get(family, {})
     config = transformers.AutoConfig.for_model(
-        family, text_config=text, vision_config=TOWERS[family], **SPECIAL.get(family, TOKENS)
+        family.removesuffix("_large"), text_config=text, vision_config=TOWERS[family], **SPECIAL.get(family, TOKENS)
     )
     config._attn_implementation = "eager"
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    for name, value in model.named_buffers():
+        if name.endswith(("put_min", "put_max", "std_bias", "std_scale")):  # narrow enough to clip some
+            value.fill_({"n": -0.6, "x": 0.9, "s": 0.3, "e": 0.8}[name[-1]])
     randomize(model, seed).save_pretrained(folder)
     return model
 
@@ -157,6 +179,9 @@ def vision_reference(model: torch.nn.Module, prompt: VisionPrompt, count: int) -
         pixels = torch.stack([each.pixels.permute(2, 0, 1).float() for each in prompt.pictures])
         given["pixel_values"] = (pixels / 255 - 0.5) / 0.5
         given["token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in prompt.tokens]])
+    elif prompt.pictures and model.config.model_type == "gemma4":  # type: ignore[union-attr]
+        given = gemma4_inputs(prompt.pictures)
+        given["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in prompt.tokens]])
     elif prompt.pictures:
         given["pixel_values"] = torch.cat([cut_patches(each.pixels, VISION, torch.float32) for each in prompt.pictures])
         given["image_grid_thw"] = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in shapes(prompt)])
@@ -167,6 +192,18 @@ def vision_reference(model: torch.nn.Module, prompt: VisionPrompt, count: int) -
         do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return found.sequences[0, len(prompt.tokens) :].tolist(), torch.cat(found.logits)
+
+
+def gemma4_inputs(pictures: Sequence[Picture]) -> dict[str, Any]:
+    """Patches of 4 x 4 pixels and their columns and rows, padded to those of the largest picture."""
+    most = max(4 * rows * columns for rows, columns in (each.shape for each in pictures))
+    values, places = torch.zeros(len(pictures), most, 48), torch.full((len(pictures), most, 2), -1)
+    for number, each in enumerate(pictures):
+        rows, columns = (2 * side for side in each.shape)
+        cut = each.pixels.float().div(255).view(rows, 4, columns, 4, 3).transpose(1, 2).reshape(rows * columns, 48)
+        down, across = torch.arange(rows * columns) // columns, torch.arange(rows * columns) % columns
+        values[number, : len(cut)], places[number, : len(cut)] = cut, torch.stack((across, down), dim=1)
+    return {"pixel_values": values, "image_position_ids": places}
 
 
 def shapes(prompt: VisionPrompt) -> list[tuple[int, int]]:

@@ -34,6 +34,8 @@ class Pooling:
 
 
 Activation = Literal["sigmoid", "softmax", "none"]
+DenseActivation = Literal["identity", "tanh", "relu", "sigmoid", "gelu", "silu"]
+DENSE_ACTIVATIONS: tuple[DenseActivation, ...] = ("identity", "tanh", "relu", "sigmoid", "gelu", "silu")
 Task = Literal["auto", "generate", "embed", "classify", "score", "pooling"]
 TASKS: tuple[Task, ...] = ("auto", "generate", "embed", "classify", "score", "pooling")
 
@@ -47,6 +49,21 @@ class Classes:
 
 
 @dataclass(frozen=True, slots=True)
+class Dense:
+    """A linear layer after the pooling. Its weights are in a folder beside config.json."""
+
+    folder: str
+    inputs: int
+    outputs: int
+    has_bias: bool
+    activation: DenseActivation
+
+    @property
+    def parameters(self) -> int:
+        return self.outputs * (self.inputs + self.has_bias)
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingSettings:
     """What a model's files say about its embeddings or labels."""
 
@@ -56,6 +73,10 @@ class EmbeddingSettings:
     classes: Classes | None = None  # None: the model makes embeddings
     dimensions: tuple[int, ...] | None = None  # allowed cut lengths of embeddings; (): any; None: no cut
     answers: tuple[int | str, int | str] | None = None  # tokens of "no" and "yes" for a decoder's scores
+    dense: tuple[Dense, ...] = ()  # applied to the pooled vector, before it is normalized
+
+    def embedding_size(self, model: ModelConfig) -> int:
+        return self.dense[-1].outputs if self.dense else model.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +99,7 @@ def describe_pooling(model: ModelConfig, settings: EmbeddingSettings, config: En
     offset, num_types = (0, 0) if own is None else (own.position_offset, own.num_types)
     return PoolingModel(
         task="embed" if classes is None else "classify",
-        size=model.hidden_size if classes is None else len(classes.labels),
+        size=settings.embedding_size(model) if classes is None else len(classes.labels),
         max_model_len=config.max_model_len,
         vocab_size=model.vocab_size,
         settings=settings,
@@ -178,7 +199,7 @@ def resolve_encoder_config(
         fix = f"raise it to {length} or more, or lower max_model_len"
         raise ConfigError("max_num_batched_tokens", f"is {num_tokens}, and a text may have {length} tokens", fix)
     config = EncoderConfig(device, length, args.max_num_seqs or DEFAULT_NUM_TEXTS, num_tokens, args.seed)
-    plan_encoder_memory(args, facts, model, config).check()
+    plan_encoder_memory(args, facts, model, config, settings).check()
     return config
 
 
@@ -201,17 +222,18 @@ def _text_length(args: EngineArguments, model: ModelConfig, settings: EmbeddingS
 
 
 def plan_encoder_memory(
-    args: EngineArguments, facts: HardwareFacts, model: ModelConfig, config: EncoderConfig
+    args: EngineArguments, facts: HardwareFacts, model: ModelConfig, config: EncoderConfig, settings: EmbeddingSettings
 ) -> EncoderMemory:
     """Compute the memory that an encoder needs. Allocates nothing; `EncoderMemory.check` raises if it does not fit."""
     device, kind = config.device.device, config.device.device.partition(":")[0]
     has_units = facts.computes(config.device.dtype, device)
     value_bytes = DTYPE_BYTES[config.device.dtype if has_units else "float32"]
+    dense = sum(layer.parameters for layer in settings.dense)
     return EncoderMemory(
         device=device,
         capacity=device_capacity(args, facts, device),
         process=PROCESS_BYTES[kind],
-        weights=model.num_parameters * value_bytes,
+        weights=model.num_parameters * value_bytes + dense * DTYPE_BYTES["float32"],
         token_bytes=widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"]),
         config=config,
     )

@@ -260,10 +260,10 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         drafted += weight_memory(draft, config, facts, has_triton=has_triton)
         drafted += rotary_memory(draft, scheduler.max_model_len, value_bytes)
         block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
-        if draft.eagle is not None:  # a feature per cached token, and the hidden states of a step
+        if draft.states_read:  # a feature per cached token, and the hidden states of a step
             vector = draft.hidden_size * DTYPE_BYTES[config.device.dtype]
             block_bytes += block_size * vector
-            drafted += (draft.eagle.num_states + 1) * scheduler.max_num_batched_tokens * vector
+            drafted += (draft.states_read + 1) * scheduler.max_num_batched_tokens * vector
     return MemoryPlan(
         device=device,
         capacity=capacity,

@@ -129,12 +129,15 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class Encoder:
     """The options that only encoders have: `num_types` token types, each with an embedding (0: none); a position table
-    that starts at line `position_offset`; and for classifiers a head with `num_labels` logits."""
+    that starts at line `position_offset`, or none at all; and for classifiers a head with `num_labels` logits."""
 
     num_types: int = 0
     position_offset: int = 0
     num_labels: int = 0  # 0: no head
     head_activation: str = "tanh"  # between the two linear layers of the head
+    has_positions: bool = True  # False: positions are rotary
+    norm_bias: bool = True  # of layer norms
+    head_bias: bool = True  # of the first layer of the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,14 @@ class EagleHead:
     def num_states(self) -> int:
         """Hidden states per token that it reads."""
         return len(self.layers) or 3
+
+
+@dataclass(frozen=True, slots=True)
+class MtpHead:
+    """Set for a multi-token-prediction head: one layer in the checkpoint of its target model that drafts tokens from
+    the target's last hidden states."""
+
+    prefix: str  # with which the names of its tensors begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +222,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     attention_sinks: bool = False  # each query head has an extra learned score without a value
-    windows: tuple[int | None, ...] = ()  # per layer: tokens that a token sees, itself included; (): no windows
+    # Per layer: tokens that a token sees, itself included, before it or, in encoders, on both sides; (): no windows.
+    windows: tuple[int | None, ...] = ()
     local_rope: Rope | None = None  # of layers with a window, if it differs
     local_heads: Heads | None = None  # of layers with a window, if they differ; same number of query heads
     layers_without_rope: tuple[int, ...] = ()
@@ -237,6 +249,7 @@ class ModelConfig:
     vision: Vision | None = None  # None: the model takes no images
     num_labels: int = 0  # labels of a decoder that classifies texts by their last token; 0: no head for them
     eagle: EagleHead | None = None  # set for an EAGLE head; None: a complete model
+    mtp: MtpHead | None = None  # set for a multi-token-prediction head; None: a complete model
     attention_gate: bool = False  # attention outputs are multiplied by a sigmoid gate of the token
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None
@@ -320,6 +333,13 @@ class ModelConfig:
         kind, others = self.is_recurrent(layer), range(self.layers.start, layer)
         keeps = (one for one in others if self.kv_layer_of(one) == one and one not in self.mlp_layers)
         return sum(self.is_recurrent(one) == kind for one in keeps)
+
+    @property
+    def states_read(self) -> int:
+        """Hidden states of the target per token that a draft head joins; 0: no draft head."""
+        if self.mtp is not None:
+            return 2  # a hidden state and an embedding
+        return 0 if self.eagle is None else self.eagle.num_states
 
     @property
     def layer_weights(self) -> tuple[int, int]:

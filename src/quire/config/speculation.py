@@ -9,13 +9,17 @@ from typing import Any, Literal, get_args
 from quire.config.model import EagleHead, ModelConfig
 from quire.types.errors import ConfigError
 
-Method = Literal["ngram", "draft_model", "self_draft", "eagle3"]
+Method = Literal["ngram", "draft_model", "self_draft", "eagle3", "mtp"]
 METHODS: tuple[Method, ...] = get_args(Method)
+MTP_NAMES = (  # other names of "mtp"
+    "nextn", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp",
+    "ernie_mtp",
+)  # fmt: skip
 MAX_TOKENS = 64  # longest draft, in tokens
 MAX_LOOKUP = 32  # longest n-gram, in tokens
 # Default maximum length of drafts; the engine adapts the length up to it. N-gram drafts cost nothing, models run once
 # per token.
-DEFAULT_TOKENS: dict[Method, int] = {"ngram": 16, "draft_model": 5, "self_draft": 3, "eagle3": 5}
+DEFAULT_TOKENS: dict[Method, int] = {"ngram": 16, "draft_model": 5, "self_draft": 3, "eagle3": 5, "mtp": 3}
 DEFAULT_LOOKUP = (2, 4)
 SELF_DRAFT_SHARE = 3  # self_draft runs the first 1 / SELF_DRAFT_SHARE of the layers by default
 
@@ -26,6 +30,7 @@ _FIELDS: dict[Method, tuple[str, ...]] = {
     "draft_model": ("model",),
     "self_draft": ("num_layers",),
     "eagle3": ("model",),
+    "mtp": (),
 }
 
 
@@ -33,8 +38,8 @@ _FIELDS: dict[Method, tuple[str, ...]] = {
 class SpeculationConfig:
     """How draft tokens are proposed. The model verifies them in one step.
 
-    `resolve_speculation` sets `draft`, the shape of the draft model `model`, or the default of `num_layers`. If the
-    draft model is an EAGLE head, the method becomes "eagle3".
+    `resolve_speculation` sets `draft`, the shape of the draft model `model` or of the model's own head, or the default
+    of `num_layers`. If the draft model is an EAGLE head, the method becomes "eagle3".
     """
 
     method: Method
@@ -65,7 +70,7 @@ def read_speculation(value: Mapping[str, Any] | None) -> SpeculationConfig | Non
         settings["lookup_min"], settings["lookup_max"] = _lookup(value)
     elif "model" in _FIELDS[method]:
         settings["model"] = _model(value.get("model"))
-    else:
+    elif method == "self_draft":
         settings["num_layers"] = _whole(value, "num_layers", 10_000)
     return SpeculationConfig(method=method, **settings)
 
@@ -86,6 +91,9 @@ def resolve_speculation(config: SpeculationConfig, target: ModelConfig, draft: M
         return replace(config, num_layers=layers)
     if draft is not None and draft.eagle is not None:
         return replace(config, method="eagle3", draft=_fit_head(draft, draft.eagle, target))
+    if config.method == "mtp":
+        assert draft is not None, "the config of the head was not read"
+        return replace(config, draft=draft)
     if config.method == "eagle3":
         reason = "is a complete model: its config.json does not describe an EAGLE-3 head"
         raise ConfigError(f"{_SETTING}.model", reason, 'name an EAGLE-3 head, or set "method" to "draft_model"')
@@ -126,11 +134,13 @@ def _fit_head(draft: ModelConfig, head: EagleHead, target: ModelConfig) -> Model
 
 
 def check_head(config: SpeculationConfig | None, *, num_ranks: int, layout: str, has_tiers: bool) -> None:
-    """Raise ConfigError for settings that do not work with an EAGLE head."""
-    if config is None or config.method != "eagle3":
+    """Raise ConfigError for settings that do not work with an EAGLE or MTP head."""
+    if config is None or config.method not in ("eagle3", "mtp"):
         return
     setting, whose = f"{_SETTING}.model", "is an EAGLE head, which reads hidden states of the model"
-    if num_ranks > 1:
+    if config.method == "mtp":
+        setting, whose = f"{_SETTING}.method", "drafts by the MTP head, which reads hidden states of the model"
+    if num_ranks > 1 and config.method == "eagle3":
         raise ConfigError(setting, f"{whose}, and {num_ranks} ranks share it", "use one rank, or a draft model")
     if layout != "paged":
         raise ConfigError(setting, f"{whose} by block, and kv_layout is {layout!r}", 'set kv_layout to "paged"')
@@ -144,6 +154,8 @@ def _method(value: Mapping[str, Any]) -> Method:
     for method in METHODS:
         if given == method:
             return method
+    if isinstance(given, str) and given.lower() in MTP_NAMES:
+        return "mtp"
     names = " or ".join(f'"{name}"' for name in METHODS)
     reason = "is missing" if given is None else f"{given!r} is unknown"
     raise ConfigError(f"{_SETTING}.method", reason, f"use {names}")

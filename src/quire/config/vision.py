@@ -12,6 +12,7 @@ Channels = tuple[float, float, float]  # one value each for red, green and blue
 
 USUAL_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)  # mean and standard deviation of CLIP's training images
 USUAL_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
+SOFT_TOKENS = (70, 140, 280, 560, 1_120)  # budgets of tokens per image of models whose grid `fills`
 MAX_IMAGES = 16  # default limit of images per request
 FEWEST_TOKENS = 4  # per image, because each token carries 31 bits of the image's hash in block keys
 
@@ -26,6 +27,7 @@ class ImageGrid:
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
     fixed: int = 0  # if set: every image is resized to fixed x fixed tokens, whatever its shape
+    fills: bool = False  # images are resized, also enlarged, to as many squares as `max_pixels` allows
     is_bilinear: bool = False  # how images are resized; False: bicubic
     # Tokens of an image see all tokens of the image, so a step computes either all of an image or nothing of it.
     is_whole: bool = False
@@ -76,6 +78,11 @@ class Vision:
     deep: tuple[int, ...] = ()
     has_axes: bool = True  # positions of image tokens have three axes (`Rope.sections`)
     norm_eps: float = 1e-6
+    theta: float = 10_000.0  # of rotary positions
+    is_clipped: bool = False  # inputs and outputs of linear layers are clipped to ranges of the checkpoint
+    is_standardized: bool = False  # tokens are shifted and scaled by vectors of the checkpoint before the last norm
+    whole_in_windows: bool = False  # of a grid that `is_whole`: only layers with a window show tokens their whole image
+    filler_id: int = 0  # the token whose side inputs image tokens have (`ModelConfig.per_layer_input`)
 
 
 def is_text_only(limit_mm_per_prompt: Mapping[str, Any] | None) -> bool:
@@ -93,7 +100,8 @@ def resolve_images(
     """Return the limits of images, from vLLM's settings for them; None: the engine accepts no images. Raises
     ConfigError."""
     given = {"limit_mm_per_prompt": limit_mm_per_prompt, "mm_processor_kwargs": mm_processor_kwargs}
-    known = {"limit_mm_per_prompt": ("image",), "mm_processor_kwargs": ("min_pixels", "max_pixels")}
+    kwargs = ("max_soft_tokens",) if vision is not None and vision.grid.fills else ("min_pixels", "max_pixels")
+    known = {"limit_mm_per_prompt": ("image",), "mm_processor_kwargs": kwargs}
     for name, values in given.items():
         if values is None or (vision is None and is_text_only(values)):
             continue
@@ -114,18 +122,31 @@ def resolve_images(
         raise ConfigError(
             "mm_processor_kwargs", f"images of this model always have {side} x {side} pixels", "leave it out"
         )
-    grid = replace(grid, **pixels)
-    least = FEWEST_TOKENS * grid.unit**2
-    if not least <= grid.min_pixels <= grid.max_pixels <= vision.grid.max_pixels:
-        reason = f"min_pixels is {grid.min_pixels} and max_pixels {grid.max_pixels}"
-        fix = f"choose {least} <= min_pixels <= max_pixels <= {vision.grid.max_pixels}"
-        raise ConfigError("mm_processor_kwargs", reason, fix)
+    grid = _changed(grid, pixels)
     needed = grid.max_tokens + max_num_seqs
     if grid.is_whole and max_num_batched_tokens < needed:
         reason = f"is {max_num_batched_tokens}, too few for an image ({grid.max_tokens} tokens) besides all sequences"
         raise ConfigError("max_num_batched_tokens", reason, f"set at least {needed}, or lower max_num_seqs")
     most = dict(limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
     return ImageLimits(grid, most, max_num_batched_tokens, 2 * max_num_batched_tokens)
+
+
+def _changed(grid: ImageGrid, kwargs: Mapping[str, Any]) -> ImageGrid:
+    """Return the grid with the sizes of `mm_processor_kwargs`. Raises ConfigError."""
+    if grid.fills:
+        tokens = kwargs.get("max_soft_tokens", grid.max_tokens)
+        if tokens not in SOFT_TOKENS:
+            fix = f"choose one of {', '.join(map(str, SOFT_TOKENS))}"
+            raise ConfigError(
+                "mm_processor_kwargs.max_soft_tokens", f"is {tokens}, which this model does not know", fix
+            )
+        return replace(grid, max_pixels=tokens * grid.unit**2)
+    changed, least = replace(grid, **kwargs), FEWEST_TOKENS * grid.unit**2
+    if not least <= changed.min_pixels <= changed.max_pixels <= grid.max_pixels:
+        reason = f"min_pixels is {changed.min_pixels} and max_pixels {changed.max_pixels}"
+        fix = f"choose {least} <= min_pixels <= max_pixels <= {grid.max_pixels}"
+        raise ConfigError("mm_processor_kwargs", reason, fix)
+    return changed
 
 
 def image_bytes(

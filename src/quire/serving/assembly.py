@@ -222,9 +222,9 @@ def plan_engine(files: ModelFiles, arguments: EngineArguments, *, offline: bool 
 
 
 def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArguments, *, offline: bool) -> PlannedEngine:
-    model, draft_files = as_served(model, arguments), find_draft(arguments)
+    model, draft_files = as_served(model, arguments), find_draft(arguments, files)
     draft = None if draft_files is None else read_model_config(draft_files)
-    if draft is not None:
+    if draft is not None and draft.mtp is None:
         check_drafts(draft.architecture)
     parallel = read_arguments(arguments).parallel
     models_of_ranks(model, parallel)  # raises if there are too many ranks, before weights are counted
@@ -246,10 +246,12 @@ def free_memory(facts: HardwareFacts, device: str) -> int | None:
     return None if device == "cpu" else facts.cuda[cuda_index(device)].free_memory
 
 
-def find_draft(arguments: EngineArguments, *, offline: bool = False) -> ModelFiles | None:
-    """Return the files of the draft model, downloaded unless `offline`, or None if none is configured. Raises like
-    `resolve_model`."""
+def find_draft(arguments: EngineArguments, files: ModelFiles, *, offline: bool = False) -> ModelFiles | None:
+    """Return the files of the draft model, downloaded unless `offline`, or those of the MTP head in `files`, or None if
+    none drafts. Raises like `resolve_model`."""
     speculation = read_speculation(arguments.speculative_config)
+    if speculation is not None and speculation.method == "mtp":
+        return replace(files, is_head=True)
     if speculation is None or speculation.model is None:
         return None
     return resolve_model(speculation.model, offline=offline, setting=DRAFT_MODEL)

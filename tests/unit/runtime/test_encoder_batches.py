@@ -45,6 +45,26 @@ def test_the_second_part_of_a_pair_is_of_type_1() -> None:
     assert texts.type_ids.tolist() == [0, 0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("reach", [0, 3, 300, 600])
+def test_a_window_hides_the_tokens_out_of_reach_on_both_sides(reach: int, is_padded: bool) -> None:
+    torch.manual_seed(0)
+    heads, lengths = Heads(num_query=4, num_kv=2, dim=8), [550, 2]
+    texts = pack([[1] * length for length in lengths], torch.device("cpu"))
+    is_token = torch.arange(550) < torch.tensor(lengths)[:, None]
+    if is_padded:
+        texts = replace(texts, places=is_token.flatten().nonzero()[:, 0], mask=is_token.view(2, 1, 1, -1))
+    qkv = torch.randn(sum(lengths), 8 * 8)
+    found = TextAttention(heads, scale=0.3, reach=reach)(qkv, texts)
+    for part, own in zip(qkv.split(lengths), found.split(lengths), strict=True):
+        query, key, value = part.view(len(part), 8, 8).transpose(0, 1).split([4, 2, 2])
+        scores = 0.3 * query @ key.repeat_interleave(2, dim=0).mT
+        places = torch.arange(len(part))
+        scores.masked_fill_((places[:, None] - places).abs() > reach, float("-inf"))
+        wanted = scores.softmax(dim=-1) @ value.repeat_interleave(2, dim=0)
+        torch.testing.assert_close(own, wanted.transpose(0, 1).flatten(1))
+
+
 @pytest.mark.parametrize("lengths", [[5, 3, 3, 1], [4, 4]])
 def test_attention_over_a_padded_grid_equals_attention_over_runs(lengths: list[int]) -> None:
     torch.manual_seed(0)

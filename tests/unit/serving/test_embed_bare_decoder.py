@@ -91,7 +91,7 @@ def test_a_decoder_without_a_head_generates_nothing(tmp_path: Path) -> None:
     [
         ({"is_causal": False}, "is_causal"),
         ({"classifier_from_token": ["no", "yes"]}, "classifier_from_token"),
-        ({"architectures": ["Gemma3TextModel"]}, "Gemma3TextModel"),
+        ({"architectures": ["Gemma3TextModel"]}, "use_bidirectional_attention: this class is only read as an encoder"),
     ],
 )
 def test_an_embedder_with_what_is_not_supported_is_refused_by_name(

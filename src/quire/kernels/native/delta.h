@@ -2,89 +2,20 @@
 // depend on how a prompt is cut into chunks.
 #pragma once
 
-#include "rowwise.h"
+#include "recurrent.h"
 
 namespace {
 
-constexpr int64_t NO_STATE = -1, SAME_RUN = -2;
-constexpr int64_t MOST_WIDTH = 8;  // limit of the convolution width
-
-// A segment of a step: tokens, the state to read and the state to write.
-struct StateSegment {
-    int64_t first, count;
-    int64_t read, written;  // slots, or one of the constants above
-};
-
 // The parameters of a gated delta net layer.
 struct PackedDelta {
-    int64_t key_heads, value_heads, key_dim, value_dim, width;
-    int64_t gates;                             // buffer with strengths, then decays [rows, 2 * value_heads]
-    const float *convolution, *rate, *bias, *norm;  // [width, channels], [value_heads] twice, [value_dim]
+    int64_t key_heads, value_heads, key_dim, value_dim;
+    int64_t gates;  // buffer with strengths, then decays [rows, 2 * value_heads]
+    const float *rate, *bias, *norm;  // [value_heads] twice, [value_dim]
     double eps;
 
     int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
     int64_t matrix() const { return key_dim * value_dim; }
 };
-
-// The states of one layer and the segments of a step, grouped into runs.
-struct StateMemory {
-    float* states;
-    int64_t stride;  // elements from one slot to the next
-    const StateSegment* segments;
-    std::vector<std::pair<int64_t, int64_t>> runs;  // first segment and end of each run
-
-    StateMemory(float* states, int64_t stride, const StateSegment* segments, int64_t count)
-        : states(states), stride(stride), segments(segments) {
-        for (int64_t i = 0; i < count; ++i) {
-            if (segments[i].written < 0) continue;
-            if (segments[i].read == SAME_RUN) runs.back().second = i + 1;
-            else runs.emplace_back(i, i + 1);
-        }
-    }
-
-    float* at(int64_t slot) const { return states + slot * stride; }
-};
-
-// Causal convolution and silu of `count` channels over one run. Starts from the inputs in the state, and writes the
-// last inputs back.
-template <typename T>
-void convolve_piece(const T* x, int64_t stride, const PackedDelta& delta, const StateMemory& memory, int64_t run,
-                    int64_t channel, int64_t count, T* out) {
-    const int64_t channels = delta.channels(), kept = delta.width - 1;
-    const int64_t tail = delta.value_heads * delta.matrix() + channel;  // in a state
-    Floats weight[MOST_WIDTH], before[MOST_WIDTH] = {};
-    for (int64_t i = 0; i < delta.width; ++i) weight[i] = fetch(delta.convolution + i * channels + channel, count);
-    const auto [begin, end] = memory.runs[run];
-    if (memory.segments[begin].read >= 0)
-        for (int64_t i = 0; i < kept; ++i)
-            before[i] = fetch(memory.at(memory.segments[begin].read) + tail + i * channels, count);
-    for (int64_t each = begin; each < end; ++each) {
-        const StateSegment& segment = memory.segments[each];
-        for (int64_t token = segment.first; token < segment.first + segment.count; ++token) {
-            const Floats value = fetch(x + token * stride + channel, count);
-            Floats mixed = before[0] * weight[0];
-            for (int64_t i = 1; i < kept; ++i) mixed = add_product(mixed, before[i], weight[i]);
-            mixed = rounded<T>(add_product(mixed, value, weight[kept]));
-            put(out + token * channels + channel, activated<SILU>(mixed), count);
-            for (int64_t i = 1; i < kept; ++i) before[i - 1] = before[i];
-            before[kept - 1] = value;
-        }
-        for (int64_t i = 0; i < kept; ++i)
-            put(memory.at(segment.written) + tail + i * channels, before[i], count);
-    }
-}
-
-// silu of the causal convolution of x [tokens, channels or more] -> out [tokens, channels], in parallel over runs and
-// channels.
-template <typename T>
-void convolve(const T* x, int64_t stride, const PackedDelta& delta, const StateMemory& memory, T* out) {
-    const int64_t channels = delta.channels(), pieces = (channels + LANES - 1) / LANES;
-    const int64_t count = memory.runs.size() * pieces;
-    for_each(count, count > 64, [&](int64_t i) {
-        const int64_t channel = i % pieces * LANES;
-        convolve_piece(x, stride, delta, memory, i / pieces, channel, std::min(LANES, channels - channel), out);
-    });
-}
 
 // Scale x [size] to unit length times `scale`, in float32. Returns the factor.
 template <typename T> float unit(const T* x, int64_t size, float scale, float* to) {
@@ -135,8 +66,6 @@ struct DeltaStep {
             columns<1>(value + i, from + i, to + i, std::min(LANES, value_dim - i), read + i);
     }
 };
-
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 // Gated delta net for one head over one run: delta rule, RMS norm, and the silu gate z [tokens, value size]; out
 // [tokens, value size].

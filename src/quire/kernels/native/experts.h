@@ -23,7 +23,7 @@ struct PackedParts {
     int64_t count;
 };
 
-// The experts of one layer: gate and up in one gemm, then down.
+// The experts of one layer: gate and up (or up alone) in one gemm, then down.
 struct PackedExperts {
     int64_t num, used;
     int64_t first, held;          // experts held here: `held` of them, starting at `first`; others contribute nothing
@@ -36,7 +36,7 @@ struct PackedExperts {
     const PackedLinear* down;            // [held]
     const Clamp* clamp;                  // of the gated activation, or null
     const float* factors;                // [num]: multiplied into each expert's weight, or null
-    int64_t activation;                  // of the gated activation
+    int64_t activation, is_gated;        // is_gated: gate_up holds gate and up; otherwise up alone, which is activated
     const LowRankLayer *const *gate_up_adapters, *const *down_adapters;  // [held] each, or null: no LoRA on experts
 };
 
@@ -72,19 +72,24 @@ void multiply_heads(const PackedLinear* linears, int64_t heads, int64_t rest, co
     }
 }
 
+// shares [num] = softmax of logits [num].
+template <typename T> void softmax(const T* logits, int64_t num, float* shares) {
+    float largest = one(logits), sum = 0.0f;
+    for (int64_t i = 0; i < num; ++i) {
+        shares[i] = one(logits + i);
+        largest = std::max(largest, shares[i]);
+    }
+    for (int64_t i = 0; i < num; ++i) sum += shares[i] = std::exp(shares[i] - largest);
+    for (int64_t i = 0; i < num; ++i) shares[i] /= sum;
+}
+
 // Router scores: softmax of a row's logits [num] or, with a score bias, their sigmoids.
 template <typename T> void share_out(const T* logits, const PackedExperts& experts, float* shares) {
     if (experts.score_bias != nullptr) {
         for (int64_t i = 0; i < experts.num; ++i) shares[i] = 1.0f / (1.0f + std::exp(-one(logits + i)));
         return;
     }
-    float largest = one(logits), sum = 0.0f;
-    for (int64_t i = 0; i < experts.num; ++i) {
-        shares[i] = one(logits + i);
-        largest = std::max(largest, shares[i]);
-    }
-    for (int64_t i = 0; i < experts.num; ++i) sum += shares[i] = std::exp(shares[i] - largest);
-    for (int64_t i = 0; i < experts.num; ++i) shares[i] /= sum;
+    softmax(logits, experts.num, shares);
 }
 
 // Set the scores of experts outside the best groups_used groups to -inf.
@@ -129,6 +134,37 @@ void choose_experts(const T* logits, const PackedExperts& experts, float* shares
         weights[rank] = (experts.is_normalized ? weights[rank] / used : weights[rank]) * static_cast<float>(experts.scale);
         if (experts.factors != nullptr) weights[rank] *= experts.factors[chosen[rank]];
     }
+}
+
+// Logits [rows, num] -> out, with -inf for all but the `used` experts of a row that rank highest by softmax + bias [num].
+template <typename T>
+void hide_others(const T* logits, const float* bias, int64_t used, int64_t rows, int64_t num, T* out) {
+    std::vector<float> ranked(num);
+    for (int64_t row = 0; row < rows; ++row, logits += num, out += num) {
+        softmax(logits, num, ranked.data());
+        for (int64_t i = 0; i < num; ++i) {
+            ranked[i] += bias[i];
+            put(out + i, all(-INFINITY), 1);
+        }
+        for (int64_t rank = 0; rank < used; ++rank) {
+            const int64_t best = std::max_element(ranked.begin(), ranked.end()) - ranked.begin();
+            out[best] = logits[best];
+            ranked[best] = -INFINITY;
+        }
+    }
+}
+
+// out [rows, size] = x times the sigmoid of the highest of a row's logits [rows, num].
+template <typename T>
+void scale_by_score(const T* x, const T* logits, int64_t rows, int64_t size, int64_t num, T* out) {
+    for_each(rows, rows * size > 16384, [&](int64_t row) {
+        float highest = one(logits + row * num);
+        for (int64_t i = 1; i < num; ++i) highest = std::max(highest, one(logits + row * num + i));
+        const Floats factor = rounded<T>(all(1.0f / (1.0f + std::exp(-highest))));
+        in_pieces(size, [&](int64_t i, int64_t n) {
+            put(out + row * size + i, fetch(x + row * size + i, n) * factor, n);
+        });
+    });
 }
 
 // Pairs of a row and one of its experts, sorted by expert, then by row.
@@ -184,7 +220,9 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
     const Pairs pairs(logits, experts, rows);
     const int64_t most = pairs.most(experts.first, experts.held);
     const std::unique_ptr<float[]> sums(new float[rows * hidden]);
-    const std::unique_ptr<T[]> taken(new T[most * hidden]), both(new T[most * 2 * size]), inner(new T[most * size]);
+    const int64_t wide = experts.is_gated ? 2 * size : size;
+    const std::unique_ptr<T[]> taken(new T[most * hidden]), first(new T[most * wide]), gated(new T[most * size]);
+    T* inner = experts.is_gated ? gated.get() : first.get();
     const bool adapts = adapters != nullptr && experts.gate_up_adapters != nullptr;
     std::vector<int64_t> slots(adapts ? most : 0);
     begin_sums(shared, gate, rows, hidden, sums.get());
@@ -197,11 +235,12 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         std::optional<RowUnits> units;  // the expert's rows, grouped by adapter
         for (int64_t i = 0; adapts && i < count; ++i) slots[i] = adapters[pairs.rows[begin + i]];
         if (adapts) units.emplace(slots.data(), count);
-        multiply_by_each(experts.gate_up[expert], taken.get(), count, both.get());
-        if (units) low_rank_add(*experts.gate_up_adapters[expert], *units, taken.get(), hidden, both.get(), 2 * size);
-        ::gate<T>(experts.activation, experts.clamp, both.get(), inner.get(), count, size);
-        multiply_by_each({experts.down + expert, 1}, inner.get(), count, taken.get());
-        if (units) low_rank_add(*experts.down_adapters[expert], *units, inner.get(), size, taken.get(), hidden);
+        multiply_by_each(experts.gate_up[expert], taken.get(), count, first.get());
+        if (units) low_rank_add(*experts.gate_up_adapters[expert], *units, taken.get(), hidden, first.get(), wide);
+        if (experts.is_gated) ::gate<T>(experts.activation, experts.clamp, first.get(), inner, count, size);
+        else activate(experts.activation, inner, count * size);
+        multiply_by_each({experts.down + expert, 1}, inner, count, taken.get());
+        if (units) low_rank_add(*experts.down_adapters[expert], *units, inner, size, taken.get(), hidden);
         for_each(count, count * hidden > 65536, [&](int64_t i) {  // each row occurs at most once
             float* to = &sums[pairs.rows[begin + i] * hidden];
             const Floats weight = all(pairs.weights[begin + i]);

@@ -16,7 +16,7 @@ from quire.kernels.native.loader import TYPES, open_library
 
 # Weight formats: float values, 4-bit or 8-bit quantized values, bfloat16 values for any activations.
 PLAIN, NIBBLES, BYTES, HALVES = 0, 1, 2, 3
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 # How a cache stores values, see cache_quantize.h; 0: in the dtype of the activations. uint8 stands for int4, two values
 # per byte.
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}

@@ -9,6 +9,7 @@
 #include "delta.h"
 #include "experts.h"
 #include "low_rank.h"
+#include "mamba.h"
 #include "paged_attention.h"
 #include "shared_ranks.h"
 
@@ -34,7 +35,10 @@ enum Kind : int64_t {
     GATE_BY,
     MULTIPLY_HEADS,
     LOW_RANK_ADD,
-    ALL_REDUCE
+    ALL_REDUCE,
+    MAMBA,
+    HIDE_OTHERS,
+    SCALE_BY_SCORE
 };
 
 // One operation on buffers [rows, width]. Fields that a kind does not use are zero.
@@ -46,8 +50,9 @@ struct Operation {
     int64_t layer;         // index of the cache, of the angles, or the activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    // weights of a norm [groups, size] or [2, size] with its bias; PackedLinears, PackedExperts, PackedDelta,
-    // LowRankLayer, sinks, RankPages, or a Clamp or null
+    // weights of a norm [groups, size] or [2, size] with its bias; PackedLinears, PackedExperts,
+    // PackedConvolution, PackedDelta, PackedMamba, LowRankLayer, sinks, RankPages, a Clamp or null, factors of columns
+    // [width], or ranking biases
     const void* weight;
     double number;       // eps of a norm, or the scale of attention, of what is added, or of x
     double cap;          // softcap of attention
@@ -185,15 +190,29 @@ template <typename T> struct Interpreter {
                 run.num_segments};
     }
 
-    // CONVOLVE: the causal convolution of a gated delta net.
+    // CONVOLVE: the causal convolution of a recurrent layer.
     void mix_tokens(const Operation& op) const {
-        convolve(at(op.x), width(op.x), *static_cast<const PackedDelta*>(op.weight), memory(op), at(op.out));
+        convolve(at(op.x) + op.column, width(op.x), *static_cast<const PackedConvolution*>(op.weight), memory(op),
+                 at(op.out));
     }
 
     // DELTA: the recurrence of a gated delta net.
     void follow(const Operation& op) const {
         const PackedDelta& delta = *static_cast<const PackedDelta*>(op.weight);
         gated_delta(at(op.x), at(op.y) + op.column, width(op.y), at(delta.gates), delta, memory(op), at(op.out));
+    }
+
+    // MAMBA: the scan of a Mamba-2 layer, its gate and norm.
+    void scan(const Operation& op) const {
+        mamba_scan(at(op.x), at(op.y), width(op.y), *static_cast<const PackedMamba*>(op.weight), memory(op), run.rows,
+                   at(op.out));
+    }
+
+    // TIMES: multiply by columns of y, or by one factor for each column.
+    void scale_columns(const Operation& op) const {
+        const T* factors = static_cast<const T*>(op.weight);
+        if (factors != nullptr) multiply_rows_by(at(op.x), factors, 0, run.rows, width(op.x));
+        else multiply_rows_by(at(op.x), at(op.y) + op.column, width(op.y), run.rows, width(op.x));
     }
 
     // Copy the selected rows of x to `out`; if all are selected, make `out` an alias of x.
@@ -261,11 +280,17 @@ template <typename T> struct Interpreter {
                     break;
                 case MIX: mix(op); break;
                 case SCALE: scale_rows(at(op.x), static_cast<float>(op.number), run.rows * width(op.x)); break;
-                case TIMES:
-                    multiply_rows_by(at(op.x), at(op.y) + op.column, width(op.y), run.rows, width(op.x));
-                    break;
+                case TIMES: scale_columns(op); break;
                 case CONVOLVE: mix_tokens(op); break;
                 case DELTA: follow(op); break;
+                case MAMBA: scan(op); break;
+                case HIDE_OTHERS:
+                    hide_others(at(op.x), static_cast<const float*>(op.weight), op.groups, run.rows, width(op.x),
+                                at(op.out));
+                    break;
+                case SCALE_BY_SCORE:
+                    scale_by_score(at(op.x), at(op.y), run.rows, width(op.x), width(op.y), at(op.out));
+                    break;
                 case GATE_BY: gate_by_sigmoid(at(op.x), at(op.y) + op.column, width(op.y), run.rows, op.size); break;
                 case MULTIPLY_HEADS: multiply_by_heads(op); break;
                 case LOW_RANK_ADD: add_low_rank(op, units); break;

@@ -8,33 +8,30 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
-from ctypes import byref
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.kernels.delta import DeltaWeights
+from quire.kernels.mamba import GatedNorm, MambaWeights
 from quire.kernels.native.buffers import lay_out_buffers
-from quire.kernels.native.entries import Call, cut_at_calls
-from quire.kernels.native.loader import TYPES, open_library
+from quire.kernels.native.entries import Call
 from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.ops import ACTIVATIONS, doubles, scaled_fields
+from quire.kernels.native.program_run import STREAM, Program
 from quire.kernels.native.shared_ranks import SharedRanks
-from quire.kernels.native.structures import CAngles, CDelta, COperation, CRun, ProgramStep
+from quire.kernels.native.structures import CConvolution, CDelta, CMamba, COperation
 from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear, PackedParts
 from quire.kernels.recurrent import RecurrentSizes
 
 (
     RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES,
-    CONVOLVE, DELTA, GATE_BY, MULTIPLY_HEADS, LOW_RANK_ADD, ALL_REDUCE,
-) = range(20)  # fmt: skip
-_STREAM = 0  # the buffer of the residual stream, which the caller of a run supplies
+    CONVOLVE, DELTA, GATE_BY, MULTIPLY_HEADS, LOW_RANK_ADD, ALL_REDUCE, MAMBA, HIDE_OTHERS, SCALE_BY_SCORE,
+) = range(23)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +115,7 @@ class ProgramWriter:
             *experts.groups,
             self._keep_each(experts.score_bias, num), self._keep(gate_up), self._pack_all(experts.down),
             self._keep(doubles(experts.clamp)), self._keep_each(experts.factors, num), ACTIVATIONS[experts.activation],
-            *map(self._keep_slots, experts.adapters),
+            experts.is_gated, *map(self._keep_slots, experts.adapters),
         )  # fmt: skip
         self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=self._keep(packed))
         self._uses[-1] += tuple(others)
@@ -170,13 +167,35 @@ class ProgramWriter:
     def delta(self, x: Symbol, gates: Symbol, layer: int, sizes: RecurrentSizes, weights: DeltaWeights) -> Symbol:
         """Return the output of a gated delta net. Rows of x are queries, keys, values and output gate; rows of `gates`
         are strengths and decays. `layer` selects the states."""
-        mixed, out = self._new(sizes.channels), self._new(sizes.value_size)
         assert x.width == sizes.channels + sizes.value_size
-        place = self._keep(CDelta(*sizes, gates.buffer, *(tensor.data_ptr() for tensor in weights[:4]), weights.eps))
-        self._kept.append(weights)
-        self._add(CONVOLVE, x.buffer, out=mixed.buffer, pointer=place, layer=layer)
+        mixed, out = self.convolve(x, layer, sizes, weights.convolution), self._new(sizes.value_size)
+        heads, pointers = sizes[:4], (tensor.data_ptr() for tensor in weights[1:4])
+        place = self._keep_with(weights, CDelta(*heads, gates.buffer, *pointers, weights.eps))
         self._add(DELTA, mixed.buffer, y=x.buffer, out=out.buffer, pointer=place, layer=layer, column=sizes.channels)
         self._uses[-1] += (gates.buffer,)
+        return out
+
+    def mamba(self, x: Symbol, layer: int, sizes: RecurrentSizes, weights: MambaWeights, norm: GatedNorm) -> Symbol:
+        """Return the output of a Mamba-2 layer. Rows of x are gates, x, B, C and paces. `layer` selects the states."""
+        assert x.width == sizes.value_size + sizes.channels + sizes.value_heads
+        column, bias = sizes.value_size, weights.convolution_bias
+        mixed = self.convolve(x, layer, sizes, weights.convolution, bias, column=column)
+        out, pointers = self._new(sizes.value_size), (tensor.data_ptr() for tensor in weights[2:])
+        scan = CMamba(*sizes[:4], norm.group or 0, norm.norm_first, *pointers, norm.eps)
+        self._add(MAMBA, mixed.buffer, y=x.buffer, out=out.buffer, pointer=self._keep_with(weights, scan), layer=layer)
+        return out
+
+    def convolve(
+        self, x: Symbol, layer: int, sizes: RecurrentSizes, weight: Tensor, bias: Tensor | None = None, *,
+        column: int = 0, gated: bool = False,
+    ) -> Symbol:  # fmt: skip
+        """Return silu of the causal convolution of x, from `column` on, by weight [width, channels] and bias. gated:
+        rows of x are a gate of the inputs, a gate of the outputs, and the inputs; there is no silu."""
+        assert column + sizes.channels * (3 if gated else 1) <= x.width
+        out, biases = self._new(sizes.channels), None if bias is None else bias.data_ptr()
+        shape = (sizes.channels, sizes.width, sizes.matrix_numbers, gated)
+        place = self._keep_with((weight, bias), CConvolution(*shape, weight.data_ptr(), biases))
+        self._add(CONVOLVE, x.buffer, out=out.buffer, pointer=place, layer=layer, column=column)
         return out
 
     def add(self, x: Symbol, y: Symbol, scale: float = 1.0) -> None:
@@ -192,6 +211,23 @@ class ProgramWriter:
         assert column + x.width <= y.width
         self._add(TIMES, x.buffer, y=y.buffer, column=column)
 
+    def scale_columns(self, x: Symbol, factors: Tensor) -> None:
+        """Multiply each column of x by its factor [width]."""
+        assert factors.shape == (x.width,)
+        self._add(TIMES, x.buffer, weight=factors)
+
+    def hide_others(self, logits: Symbol, bias: Tensor, num_used: int) -> Symbol:
+        """Return logits with -inf for all but the experts of a row that rank highest by softmax plus bias."""
+        out, ranking = self._new(logits.width), self._keep_each(bias, logits.width)
+        self._add(HIDE_OTHERS, logits.buffer, out=out.buffer, pointer=ranking, groups=num_used)
+        return out
+
+    def scale_by_score(self, x: Symbol, logits: Symbol) -> Symbol:
+        """Return x times the sigmoid of the highest of each row's logits."""
+        out = self._new(x.width)
+        self._add(SCALE_BY_SCORE, x.buffer, y=logits.buffer, out=out.buffer)
+        return out
+
     def beside(self, width: int) -> Symbol:
         """Return a second input [rows, width] that a run is given beside the stream."""
         self._beside = self._new(width)
@@ -206,7 +242,7 @@ class ProgramWriter:
         return out
 
     def narrow(self) -> None:
-        self._add(NARROW, _STREAM)
+        self._add(NARROW, STREAM)
 
     def all_reduce(self, x: Symbol, ranks: SharedRanks) -> None:
         """Replace x by its sum over all ranks."""
@@ -224,8 +260,8 @@ class ProgramWriter:
 
     def finish(self, result: Symbol) -> Program:
         """Build the program. Raises ValueError if this CPU has no kernel for the format of a weight."""
-        assert result.buffer == _STREAM or result.buffer in self._fresh
-        given = {_STREAM, *self._fresh} | (set() if self._beside is None else {self._beside.buffer})
+        assert result.buffer == STREAM or result.buffer in self._fresh
+        given = {STREAM, *self._fresh} | (set() if self._beside is None else {self._beside.buffer})
         offsets, room = lay_out_buffers(self._widths, self._uses, given, self._names)
         program = Program(self._dtype, self._entries, self._widths, offsets, room, self._fresh, result.buffer)
         program.angles, program.kept = tuple(self._angles), self._kept
@@ -241,6 +277,11 @@ class ProgramWriter:
         """Keep `memory` alive and return its address, or None."""
         self._kept.append(memory)
         return None if memory is None else ctypes.addressof(memory)
+
+    def _keep_with(self, owners: Any, memory: Any) -> int | None:
+        """Keep `memory` and the owners of what it points to alive, and return its address."""
+        self._kept.append(owners)
+        return self._keep(memory)
 
     def _keep_each(self, numbers: Tensor | None, num: int) -> int | None:
         """Return the address of a float32 tensor with `num` elements, kept alive, or None."""
@@ -281,120 +322,3 @@ class ProgramWriter:
             pointer = weight.data_ptr()
         self._entries.append(COperation(kind=kind, x=x, y=y, out=out, weight=pointer, **fields))
         self._uses.append((x, y, out))
-
-
-class Program:
-    """Runs operations. Keeps the memory of its buffers from one run to the next."""
-
-    angles: tuple[Hashable, ...] = ()  # names of the cos/sin pairs that each run supplies, in order
-    kept: Sequence[Any] = ()  # memory that the operations point into
-    beside: int | None = None  # the buffer of the second input, if there is one
-    num_slots = 0  # LoRA adapter slots
-    ranks: SharedRanks | None = None  # the ranks that all-reduces sum over
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        entries: Sequence[COperation | Call],
-        widths: Sequence[int],
-        offsets: Sequence[int],
-        room: int,
-        fresh: Sequence[int],
-        result: int,
-    ) -> None:
-        self._dtype, self._widths = dtype, np.array(widths, dtype=np.int64)
-        self._offsets, self._room_values = np.array(offsets, dtype=np.int64), room
-        self._fresh, self._result = tuple(fresh), result
-        self._library = open_library()
-        operations = [entry for entry in entries if isinstance(entry, COperation)]
-        self._operations = (COperation * len(operations))(*operations)
-        if not self._library.quire_can_run(TYPES[dtype], self._operations, len(operations)):
-            raise ValueError(f"this CPU has no kernel for {dtype} rows and the format of a weight")
-        self._parts = cut_at_calls(entries)
-        self._caches: Sequence[tuple[Tensor, Tensor]] = ()  # the caches that the pointers below belong to
-        self._keys = self._values = self._states = _pointers(())
-        self._memory = torch.empty(0, dtype=dtype)  # numpy asks for huge pages where torch does not
-
-    @property
-    def num_calls(self) -> int:
-        """Number of Python operations."""
-        return sum(isinstance(part, Call) for part in self._parts)
-
-    def run(self, x: Tensor, step: ProgramStep) -> Tensor:
-        """Run all operations on x [tokens, width]. Returns the selected rows. May overwrite x."""
-        assert x.is_contiguous()
-        assert x.dtype == self._dtype
-        for numbers in (*step.slots, *step.tables, step.spans):
-            assert (numbers.dtype, numbers.is_contiguous()) == (torch.int64, True)
-        rows, wanted = len(x), step.wanted
-        if wanted is not None and (wanted.dtype != torch.int64 or not wanted.is_contiguous()):
-            wanted = wanted.to(torch.int64).contiguous()
-        num_wanted = rows if wanted is None else len(wanted)
-        buffers = self._place(rows)
-        buffers[_STREAM] = x.data_ptr()
-        if self.beside is not None:
-            assert step.beside is not None
-            beside, shape = step.beside, (rows, self._widths[self.beside])
-            assert (beside.dtype, beside.shape, beside.is_contiguous()) == (self._dtype, shape, True)
-            buffers[self.beside] = beside.data_ptr()
-        fresh = {each: torch.empty(num_wanted, int(self._widths[each]), dtype=x.dtype) for each in self._fresh}
-        for each, tensor in fresh.items():
-            buffers[each] = tensor.data_ptr()
-        angles = (CAngles * len(step.angles))(*map(_angles, step.angles))
-        if self._caches is not step.caches:
-            self._caches, self._keys, self._values = step.caches, *map(_pointers, zip(*step.caches, strict=True))
-            self._states = _pointers(step.states)
-        slots, tables = _pointers(step.slots), _pointers(step.tables)
-        run = CRun(
-            rows, num_wanted, len(step.spans), slots.ctypes.data, tables.ctypes.data, step.spans.data_ptr(),
-            None if wanted is None else wanted.data_ptr() or buffers.ctypes.data,  # not null, which means all rows
-            buffers.ctypes.data, self._widths.ctypes.data, ctypes.addressof(angles), self._keys.ctypes.data,
-            self._values.ctypes.data, self._states.ctypes.data, step.states[0].stride(0) if step.states else 0,
-            None if step.segments is None else step.segments.ctypes.data,
-            0 if step.segments is None else len(step.segments), *self._adapters(step, rows, num_wanted),
-        )  # fmt: skip
-        known = (x, *fresh.values())
-        for part in self._parts:
-            if isinstance(part, Call):
-                *inputs, out = (self._view(each, run.rows, buffers, known) for each in (*part.inputs, part.out))
-                out.copy_(part.function(*inputs, step.given))
-            else:
-                first, count = part
-                begin = ctypes.addressof(self._operations) + first * ctypes.sizeof(COperation)
-                self._library.quire_run(TYPES[self._dtype], begin, count, byref(run))
-                if self.ranks is not None:
-                    self.ranks.check()
-        return x if wanted is None else fresh.get(self._result, x)
-
-    def _adapters(self, step: ProgramStep, rows: int, num_wanted: int) -> tuple[int | None, int | None]:
-        if step.adapters is None or self.num_slots == 0:
-            return None, None
-        for slots, count in zip(step.adapters, (rows, num_wanted), strict=True):
-            assert (slots.dtype, slots.shape, slots.is_contiguous()) == (torch.int64, (count,), True)
-            assert count == 0 or int(slots.max()) < self.num_slots
-        return step.adapters[0].data_ptr(), step.adapters[1].data_ptr()
-
-    def _place(self, rows: int) -> npt.NDArray[np.int64]:
-        if len(self._memory) < rows * self._room_values:
-            num_bytes = rows * self._room_values * self._dtype.itemsize
-            self._memory = torch.from_numpy(np.empty(num_bytes, dtype=np.uint8)).view(self._dtype)
-        return self._offsets * (rows * self._dtype.itemsize) + self._memory.data_ptr()
-
-    def _view(self, buffer: int, rows: int, buffers: npt.NDArray[np.int64], others: Sequence[Tensor]) -> Tensor:
-        """Return the tensor that is in a buffer now."""
-        pointer, width = int(buffers[buffer]), int(self._widths[buffer])
-        for tensor in others:
-            if pointer == tensor.data_ptr():
-                return tensor[:rows]
-        begin = (pointer - self._memory.data_ptr()) // self._dtype.itemsize
-        return self._memory[begin : begin + rows * width].view(rows, width)
-
-
-def _angles(pair: tuple[Tensor, Tensor]) -> CAngles:
-    (cos, sin), stride = pair, pair[0].stride(0)
-    assert stride == sin.stride(0)
-    return CAngles(cos.data_ptr(), sin.data_ptr(), stride, cos.shape[-1])
-
-
-def _pointers(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
-    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)

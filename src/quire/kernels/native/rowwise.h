@@ -106,7 +106,7 @@ void rotate(T* x, int64_t stride, const T* cos, const T* sin, int64_t angle_stri
     });
 }
 
-enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU };
+enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED };
 
 // Sigmoid: 1 / (1 + e^-x).
 inline Floats logistic(Floats x) { return 1.0f / (1.0f + exponential(smaller(-x, all(LARGEST_EXPONENT)))); }
@@ -126,7 +126,8 @@ template <Activation KIND> inline Floats activated(Floats x) {
     if constexpr (KIND == GELU) return gelu(x);
     if constexpr (KIND == GELU_TANH)
         return x * logistic(1.5957691216057308f * add_product(x, 0.044715f * x * x, x));  // 0.5 (1 + tanh z)
-    return x < 0.0f ? all(0.0f) : x;
+    const Floats positive = x < 0.0f ? all(0.0f) : x;
+    return KIND == RELU_SQUARED ? positive * positive : positive;
 }
 
 // Apply an activation to x [count] in place.
@@ -146,6 +147,7 @@ template <typename T> void activate(int64_t kind, T* x, int64_t count) {
         case GELU: activate_all<GELU>(x, count); break;
         case GELU_TANH: activate_all<GELU_TANH>(x, count); break;
         case RELU: activate_all<RELU>(x, count); break;
+        case RELU_SQUARED: activate_all<RELU_SQUARED>(x, count); break;
     }
 }
 
@@ -191,6 +193,7 @@ void gate(int64_t kind, const Clamp* clamp, const T* gate_up, T* out, int64_t ro
         case GELU: gate_all<GELU>(gate_up, out, rows, size); break;
         case GELU_TANH: gate_all<GELU_TANH>(gate_up, out, rows, size); break;
         case RELU: gate_all<RELU>(gate_up, out, rows, size); break;
+        case RELU_SQUARED: gate_all<RELU_SQUARED>(gate_up, out, rows, size); break;
     }
 }
 

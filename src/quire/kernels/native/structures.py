@@ -1,5 +1,5 @@
-"""The inputs of a program run, and the C structures that the compiled kernels read. They mirror program.h, delta.h,
-low_rank.h, shared_ranks.h and message_ring.h."""
+"""The inputs of a program run, and the C structures that the compiled kernels read. They mirror program.h,
+recurrent.h, delta.h, mamba.h, low_rank.h, shared_ranks.h and message_ring.h."""
 
 from __future__ import annotations
 
@@ -31,11 +31,25 @@ class ProgramStep:
     adapters: tuple[Tensor, Tensor] | None = None  # LoRA slots of all rows and of the selected ones; negative: none
 
 
+class CConvolution(Structure):
+    _fields_ = (
+        ("channels", c_int64), ("width", c_int64), ("tail", c_int64), ("gated", c_int64), ("weight", c_void_p),
+        ("bias", c_void_p),
+    )  # fmt: skip
+
+
 class CDelta(Structure):
     _fields_ = (
         ("key_heads", c_int64), ("value_heads", c_int64), ("key_dim", c_int64), ("value_dim", c_int64),
-        ("width", c_int64), ("gates", c_int64), ("convolution", c_void_p), ("rate", c_void_p), ("bias", c_void_p),
-        ("norm", c_void_p), ("eps", c_double),
+        ("gates", c_int64), ("rate", c_void_p), ("bias", c_void_p), ("norm", c_void_p), ("eps", c_double),
+    )  # fmt: skip
+
+
+class CMamba(Structure):
+    _fields_ = (
+        ("groups", c_int64), ("heads", c_int64), ("key_dim", c_int64), ("value_dim", c_int64), ("normed", c_int64),
+        ("norm_first", c_int64), ("rate", c_void_p), ("bias", c_void_p), ("skip", c_void_p), ("norm", c_void_p),
+        ("eps", c_double),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ class PackedExperts(Structure):
         ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64), ("scale", c_double),
         ("groups", c_int64), ("groups_used", c_int64), ("score_bias", c_void_p),
         ("gate_up", c_void_p), ("down", c_void_p), ("clamp", c_void_p), ("factors", c_void_p), ("activation", c_int64),
-        ("gate_up_adapters", c_void_p), ("down_adapters", c_void_p),
+        ("is_gated", c_int64), ("gate_up_adapters", c_void_p), ("down_adapters", c_void_p),
     )  # fmt: skip
 
 
@@ -57,3 +57,4 @@ class ExpertWeights:
     score_bias: Tensor | None = None  # [experts] float32: experts rank by sigmoid + bias, weights are sigmoids
     first: int = 0  # number of the first expert held here; experts that are not held add nothing
     adapters: tuple[Sequence[LowRankSlots], ...] = ((), ())  # LoRA slots for gate and up of each expert, and its down
+    is_gated: bool = True  # False: gate_up holds up alone, which is activated

@@ -13,6 +13,7 @@ from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
 from quire.kernels.native.loader import set_threads
 from quire.runtime.encoder.batches import batches_of, pack
+from quire.runtime.encoder.dense import load_dense, random_dense
 from quire.runtime.hardware import pin_cpu_threads
 from quire.runtime.layers.builder import TORCH_DTYPES, LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
@@ -21,7 +22,7 @@ from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.weights import load_weights, randomize_weights
 from quire.runtime.models.base import BaseEncoder
 from quire.runtime.models.build import build_encoder
-from quire.runtime.pooling import first_tokens, pool
+from quire.runtime.pooling import pool
 from quire.types.errors import QuireError
 
 Reduce = Callable[[Tensor, Tensor], Tensor]  # hidden [tokens, size], lengths [texts] -> one row per text
@@ -54,6 +55,7 @@ class TextEncoder:
         builder = LayerBuilder(config.device, model_config.heads, many_rows=True)
         self._model: BaseEncoder | None = build_encoder(model_config, builder)
         if load_format == "dummy":
+            self._dense = random_dense(self._settings.dense, self._device, config.seed)
             randomize_weights(self._model, config.seed, TORCH_DTYPES[model_config.dtype])
             return
         checkpoint = open_checkpoint(files)
@@ -61,6 +63,7 @@ class TextEncoder:
             load_weights(self._model, checkpoint, progress=progress)
         finally:
             checkpoint.close()
+        self._dense = load_dense(files.path, self._settings.dense, model_config.hidden_size, self._device)
 
     @torch.inference_mode()
     def run(
@@ -82,9 +85,9 @@ class TextEncoder:
 
     def _reduce(self, hidden: Tensor, lengths: Tensor) -> Tensor:
         if self._settings.classes is None:
-            return pool(hidden, lengths, self._settings.pooling)
+            return self._dense(pool(hidden, lengths, self._settings.pooling))
         assert self._model is not None
-        return self._model.classify(first_tokens(hidden, lengths)).float()
+        return self._model.classify(pool(hidden, lengths, self._settings.pooling).to(hidden.dtype)).float()
 
     def close(self) -> None:
         """Release the weights. Idempotent."""

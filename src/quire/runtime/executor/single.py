@@ -39,7 +39,7 @@ from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.adapters import AdapterInfo
 from quire.types.errors import EngineDead, InvalidRequest
-from quire.types.standby import Tag, WeightUpdate
+from quire.types.standby import WeightUpdate
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
@@ -206,29 +206,26 @@ class SingleExecutor:
             raise InvalidRequest("lora_name", "this engine has no slots for LoRA adapters", "set enable_lora")
         return self.adapters.store
 
-    # ------------------------------------------------------------------------------------- see engine.executor.Standby
+    # ------------------------------------------------------------------------------------------- SleepingExecutor
     def sleep(self, level: int) -> None:
-        self._use_device()
-        self.standby.sleep(level)
+        self.stand_by("sleep", level)
 
-    def wake_up(self, tags: Sequence[Tag]) -> None:
-        self._use_device()
-        self.standby.wake_up(tags)
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self.stand_by("wake_up", tags)
 
     def check_weights(self, update: WeightUpdate) -> bool:
-        self._use_device()
-        return self.standby.check_weights(update)
+        return bool(self.stand_by("check_weights", update))
 
     def apply_weights(self) -> None:
-        self._use_device()
-        self.standby.apply_weights()
+        self.stand_by("apply_weights")
 
-    def _use_device(self) -> None:
-        """Select the device for the calling thread, which may be another one than that of the steps."""
+    def stand_by(self, method: str, *arguments: object) -> object:
+        """Call a method of the worker's ModelStandby, from any thread."""
         if self._worker is None:
             raise EngineDead("the executor was closed")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        return getattr(self.standby, method)(*arguments)
 
     def check(self) -> None:
         """Run the checks of all state owners. Waits for the device."""

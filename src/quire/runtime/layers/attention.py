@@ -42,6 +42,7 @@ class Attention(nn.Module):
         self._heads, self._layer, self.rule, self._ops = heads, layer, rule, ops
         self.rotary, self._lends, self._borrows, self.query_scale = rotary, lends, borrows, query_scale
         self._num_rotated = heads.num_query + (0 if borrows else heads.num_kv)
+        self.sees_images = True  # tokens of the step's image blocks see the whole of their image
 
     @property
     def variant(self) -> tuple[Heads, bool, bool]:
@@ -115,7 +116,7 @@ class Attention(nn.Module):
 
     def _with_images(self, attended: Tensor, query: Tensor, step: ForwardStep) -> Tensor:
         """Let the images of the step see the whole of themselves."""
-        if step.features is not None and step.features.blocks:
+        if self.sees_images and step.features is not None and step.features.blocks:
             see_whole_images(attended, query, step.features.blocks, step.caches[self._layer], self.rule)
         return attended
 
@@ -136,7 +137,7 @@ class Attention(nn.Module):
             writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim, cache=scaled)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
         found = writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule, cache=scaled)
-        if step.features is not None and step.features.blocks:
+        if self.sees_images and step.features is not None and step.features.blocks:
             writer.call(self._call_with_images, (qkv, found), 1)
         return found
 

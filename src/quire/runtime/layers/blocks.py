@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
-from quire.kernels.native.program import Program, ProgramWriter, Symbol
+from quire.kernels.native.program import ProgramWriter, Symbol
+from quire.kernels.native.program_run import Program
 from quire.kernels.native.structures import ProgramStep
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.native import NativePlan
@@ -51,6 +52,11 @@ class Blocks(nn.ModuleList):
         self._row_programs: RowPrograms | None = None  # None until `trace_row`: one-row steps run layer by layer
         self._caches: tuple[LayerCache, ...] = ()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (key, value) of these caches
+
+    @property
+    def width(self) -> int:
+        """The size of a hidden state."""
+        return self._width
 
     @property
     def own(self) -> list[nn.Module]:
@@ -139,12 +145,16 @@ class Blocks(nn.ModuleList):
                 _add_deep(layer, stream.settle(), step)
         for layer in range(len(others), len(self.own)):  # a warm-up of the first layers runs all taps
             self._look(layer, stream, step)
+        if self._taps is not None and len(self.own) in self._taps.layers:
+            last(stream, step)
+            self._look(len(self.own), stream, step)
+            return stream.narrow(step.wanted)
         stream.narrow_next(step.wanted)
         last(stream, step)
         return stream.settle()
 
     def _look(self, layer: int, stream: Stream, step: ForwardStep) -> None:
-        """Let the taps read a layer's input."""
+        """Let the taps read a layer's input, or the last layer's output."""
         if self._taps is not None and layer in self._taps.layers:
             self._taps.take(layer, stream.settle(), step)
 

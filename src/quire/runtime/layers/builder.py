@@ -52,7 +52,7 @@ from quire.runtime.layers.recurrent import RecurrentLayers
 from quire.runtime.layers.rotary import Rotaries
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
-from quire.runtime.layers.texts import TextAttention
+from quire.runtime.layers.texts import TextAttention, text_attention_of
 from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored, stored_for
 from quire.runtime.parallel.expert_sum import expert_sum
 from quire.runtime.parallel.ranks import ALONE, Ranks
@@ -337,18 +337,19 @@ class LayerBuilder:
     def sinks(self, heads: Heads) -> Sinks:
         return Sinks(self._splits.query(heads, 1), self.placement)
 
-    def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention:
+    def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention | TextAttention:
         """Build attention with the rotary positions, window, scale and softcap that the config has for the layer."""
+        if config.encoder is not None:
+            return text_attention_of(config, layer, self._ops, self._rotaries)
         heads, scale = config.heads_of(layer), config.attention_scale
         scale = heads.dim**-0.5 if scale is None else scale
         held = None if sinks is None else sinks.weight.data
         rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer), held)
         source = config.kv_layer_of(layer)
         shared = (config.kv_layers.count(layer) > 1, source != layer)
-        return self.attention(heads, config.place_of(source), config.rope_of(layer), rule, shared)
-
-    def text_attention(self, heads: Heads) -> TextAttention:
-        return TextAttention(heads)
+        made = self.attention(heads, config.place_of(source), config.rope_of(layer), rule, shared)
+        made.sees_images = rule.window is not None or config.vision is None or not config.vision.whole_in_windows
+        return made
 
     def latent_products(self, config: ModelConfig) -> LatentProducts:
         assert config.latent is not None

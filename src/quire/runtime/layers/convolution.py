@@ -45,15 +45,13 @@ class Convolution(WeightLayer):
     def forward(self, x: Value, step: ForwardStep) -> Value:
         """Convolve x [tokens, 3 * channels]: the gate of the inputs, the gate of the outputs, the inputs. Returns
         [tokens, channels]."""
-        if isinstance(x, Symbol):
-            return x.writer.call(self._convolve, (x,), self._sizes.channels)
-        return self._convolve(x, step)
-
-    def _convolve(self, x: Tensor, step: ForwardStep) -> Tensor:
-        states, taps, sizes = step.states, self._taps, self._sizes
+        taps, sizes, bias = self._taps, self._sizes, None if self.bias is None else self.bias.data
         assert taps is not None, "finish() was not called"
+        if isinstance(x, Symbol):
+            return x.writer.convolve(x, self._place, sizes, taps, bias, gated=True)
+        states = step.states
         assert states is not None, "a step without states"
-        state, bias = states.layers[self._place], None if self.bias is None else self.bias.data
+        state = states.layers[self._place]
         if step.backend.kernels == "triton":
             from quire.kernels.triton.convolution import convolve_segments
 

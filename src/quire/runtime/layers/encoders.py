@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.config.model import Encoder, ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.layer_norm import LayerNormKind
 from quire.runtime.layers.texts import Texts
+
+HEAD_ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
 
 
 class TextEmbeddings(nn.Module):
-    """The normed sum of token, position and, if the model has them, token type embeddings."""
+    """The normed sum of token embeddings and, if the model has them, of position and token type embeddings."""
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
         hidden, length, own = config.hidden_size, config.rope.max_position, config.encoder or Encoder()
         types, offset = own.num_types, own.position_offset
         self.word = build.embedding("word_embeddings", config.vocab_size, hidden)
-        self.position = build.position_embedding("position_embeddings", length, hidden, offset=offset)
+        has_table = own.has_positions
+        table = build.position_embedding("position_embeddings", length, hidden, offset=offset) if has_table else None
+        self.position = table
         self.token_type = build.embedding("token_type_embeddings", types, hidden) if types else None
-        self.norm = build.layer_norm("LayerNorm", hidden, config.norm_eps)
+        self.norm = build.layer_norm("LayerNorm", hidden, config.norm_eps, LayerNormKind(has_bias=own.norm_bias))
 
     def forward(self, texts: Texts) -> Tensor:  # [tokens, hidden]
-        x: Tensor = self.word(texts.token_ids).add_(self.position(texts.positions))
+        x: Tensor = self.word(texts.token_ids)
+        if self.position is not None:
+            x.add_(self.position(texts.positions))
         if self.token_type is not None:
             types = texts.token_ids.new_zeros(1) if texts.type_ids is None else texts.type_ids
             x.add_(self.token_type(types))
@@ -32,14 +40,18 @@ class TextEmbeddings(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """Two-layer head: logits of labels from the hidden state of a text's first token."""
+    """Two-layer head: logits of labels from the pooled hidden states of a text. `has_norm`: between the layers."""
 
-    def __init__(self, config: ModelConfig, own: Encoder, build: LayerBuilder) -> None:
+    def __init__(self, config: ModelConfig, own: Encoder, build: LayerBuilder, *, has_norm: bool = False) -> None:
         super().__init__()
-        self.dense = build.linear("dense", config.hidden_size, config.hidden_size, bias=True)
-        self.out = build.linear("out", config.hidden_size, own.num_labels, bias=True)
-        self._activate = torch.relu_ if own.head_activation == "relu" else torch.tanh_
+        hidden = config.hidden_size
+        self.dense = build.linear("dense", hidden, hidden, bias=own.head_bias)
+        norm = LayerNormKind(has_bias=own.norm_bias)
+        self.norm = build.layer_norm("norm", hidden, config.norm_eps, norm) if has_norm else None
+        self.out = build.linear("out", hidden, own.num_labels, bias=True)
+        self._activate = HEAD_ACTIVATIONS[own.head_activation]
 
     def forward(self, x: Tensor) -> Tensor:  # [texts, hidden] -> [texts, labels]
-        logits: Tensor = self.out(self._activate(self.dense(x)))
+        x = self._activate(self.dense(x))
+        logits: Tensor = self.out(x if self.norm is None else self.norm(x))
         return logits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol, cast
@@ -18,7 +18,7 @@ from quire.kernels.native.weights import ExpertWeights
 from quire.kernels.reference.experts import choose_experts
 from quire.runtime.layers.adapted import ActiveAdapters, NativeAdapters
 from quire.runtime.layers.linear import Linear, all_reduce
-from quire.runtime.layers.mlp import MLP, GatedMLP
+from quire.runtime.layers.mlp import MLP, GatedMLP, native_weights
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import AdaptedRows, ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value, add_in_place
@@ -173,18 +173,17 @@ class SeparateExperts(nn.ModuleDict):
         self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], each: _OfEach
     ) -> Symbol:
         """Append the operation to the program that is being traced."""
-        mlps = [mlp for mlp in self._mlps if isinstance(mlp, GatedMLP)]  # the compiled kernels have only these
-        linears = [pair for mlp in mlps if (pair := mlp.as_native()) is not None]
+        linears = [pair for mlp in self._mlps if (pair := native_weights(mlp)) is not None]
         if len(linears) < len(self):
             is_narrowed = self._active is not None and self._active.is_narrowed
             mix = partial(_mix, self, experts, each, is_narrowed)
             return x.writer.call(mix, (x, logits, *shared), x.width)
         gate_up, down = zip(*linears, strict=True)
-        factors, score_bias = each
+        (factors, score_bias), mlp = each, self._mlps[0]
         weights = ExpertWeights(
             gate_up, down, experts.num_used, experts.is_normalized, experts.scale, clamp_of(experts),
-            mlps[0].activation, factors, (experts.num_groups, experts.groups_used), score_bias, self.own.start,
-            tuple(map(_slots_of, self.products.values())),
+            mlp.activation, factors, (experts.num_groups, experts.groups_used), score_bias, self.own.start,
+            tuple(map(_slots_of, self.products.values())), mlp.is_gated,
         )  # fmt: skip
         mixed, group = x.writer.mix(x, logits, weights, shared), self._total.group
         return mixed if group is None else cast("Symbol", all_reduce(group, mixed))
@@ -240,29 +239,25 @@ class MoEMLP(nn.Module):
         logits = self.gate(value)
         bias = None if self.score_bias is None else self.score_bias.weight.data.view(-1)
         if self._settings.biased_softmax and bias is not None:
-            logits, bias = _compute(partial(_hide_others, bias, self._settings.num_used), logits), None
+            logits, bias = _hide_others(logits, bias, self._settings.num_used), None
         if self._settings.scales_inputs:
-            value = _compute(_scale_by_score, value, logits)
+            value = _scale_by_score(value, logits)
         return self.experts.mix(value, logits, self._settings, shared, rows, score_bias=bias)
 
 
-def _compute(function: Callable[..., Tensor], first: Value, *rest: Value) -> Value:
-    """Call a function on tensors [tokens, size], or append the call to the program that is being traced. The result is
-    as wide as the first tensor."""
-    if isinstance(first, Symbol):
-        return first.writer.call(function, (first, *rest), first.width)
-    return function(first, *rest)
-
-
-def _hide_others(bias: Tensor, num_used: int, logits: Tensor, given: object = None) -> Tensor:  # noqa: ARG001
+def _hide_others(logits: Value, bias: Tensor, num_used: int) -> Value:
     """Set the logits of all but the chosen experts to -inf: those that rank highest by softmax plus bias."""
+    if isinstance(logits, Symbol):
+        return logits.writer.hide_others(logits, bias, num_used)
     ranked = torch.softmax(logits, dim=-1, dtype=torch.float32) + bias
     chosen = ranked.topk(num_used, dim=-1).indices
     return torch.full_like(logits, float("-inf")).scatter_(-1, chosen, logits.gather(-1, chosen))
 
 
-def _scale_by_score(x: Tensor, logits: Tensor, given: object = None) -> Tensor:  # noqa: ARG001
+def _scale_by_score(x: Value, logits: Value) -> Value:
     """Multiply each row by the sigmoid of its highest logit."""
+    if isinstance(x, Symbol):
+        return x.writer.scale_by_score(x, logits)
     return x * torch.sigmoid(logits.amax(dim=-1, keepdim=True).float()).to(x.dtype)
 
 

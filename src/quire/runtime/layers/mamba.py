@@ -89,9 +89,16 @@ class MambaScan(WeightLayer):
 
     def forward(self, x: Value, step: ForwardStep) -> Value:
         """Run the layer on x: gates, x, B, C and step sizes of each token. Returns [tokens, heads * head dim]."""
-        if isinstance(x, Symbol):
+        return self._trace(x) if isinstance(x, Symbol) else self._run(x, step)
+
+    def _trace(self, x: Symbol) -> Symbol:
+        """Append the layer to the program that is being traced."""
+        if self._shares_norm:
             return x.writer.call(self._run, (x,), self._sizes.value_size)
-        return self._run(x, step)
+        assert self._weights is not None, "finish() was not called"
+        if self._factors is not None:
+            x.writer.scale_columns(x, self._factors)
+        return x.writer.mamba(x, self._place, self._sizes, self._weights, self._norm)
 
     def _run(self, x: Tensor, step: ForwardStep) -> Tensor:
         states, sizes, weights = step.states, self._sizes, self._weights

@@ -13,18 +13,26 @@ from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value
 
 
+def native_weights(mlp: MLP | GatedMLP) -> tuple[tuple[LinearWeights, ...], LinearWeights] | None:
+    """Return the weights of an MLP's first gemm, and of down, for the compiled kernels, or None if one has no compiled
+    form."""
+    first, down = program_weights(mlp.first.multiply), program_weights(mlp.down_proj.multiply)
+    return None if first is None or down is None else (first, down[0])
+
+
 class MLP(nn.Module):
     """down(activation(up(x)))."""
 
     first_name = "up_proj"  # of the gemm in front of the activation
+    is_gated = False
 
     def __init__(self, up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps) -> None:
         super().__init__()
         self.up_proj, self.down_proj = up_proj, down_proj
-        self._activation, self._ops = activation, ops
+        self.activation, self._ops = activation, ops
 
     def forward(self, x: Value | Normed) -> Projected:  # [tokens, hidden]
-        return self.down_proj.later(self._ops.activate(self.up_proj(x), self._activation))
+        return self.down_proj.later(self._ops.activate(self.up_proj(x), self.activation))
 
     @property
     def first(self) -> Linear:
@@ -48,6 +56,7 @@ class GatedMLP(nn.Module):
     any."""
 
     first_name = "gate_up_proj"  # as in MLP
+    is_gated = True
 
     def __init__(
         self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps, clamp: Clamp | None = None
@@ -62,12 +71,6 @@ class GatedMLP(nn.Module):
     @property
     def first(self) -> Linear:
         return self.gate_up_proj
-
-    def as_native(self) -> tuple[tuple[LinearWeights, ...], LinearWeights] | None:
-        """Return the weights of gate and up, and of down, for the compiled kernels, or None if one has no compiled
-        form."""
-        gate_up, down = program_weights(self.gate_up_proj.multiply), program_weights(self.down_proj.multiply)
-        return None if gate_up is None or down is None else (gate_up, down[0])
 
     def _gated(self, x: Value | Normed) -> Value:  # [tokens, intermediate]
         fused = self.gate_up_proj.fused if self._clamp is None and not self.gate_up_proj.is_adapted else None

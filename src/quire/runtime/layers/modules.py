@@ -331,6 +331,21 @@ class LentEmbedding(nn.Module):
         return self._lent[0].newest(rows, tokens, lengths, positions)
 
 
+class LentModule(nn.Module):
+    """Calls a module of another model. Owns no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lent: tuple[nn.Module, ...] = ()  # in a tuple, so that it is not a child of this module
+
+    def lend(self, module: nn.Module) -> None:
+        self._lent = (module,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self._lent[0](x)
+        return found
+
+
 TokenTable = Embedding | PairedEmbedding | ReceivedStream | LentEmbedding
 
 

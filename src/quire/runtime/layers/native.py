@@ -41,12 +41,11 @@ class NativeOps(TorchOps):
         return ops.layer_norm(x, weight_bias, eps)
 
     def activate(self, x: Value, activation: str) -> Value:
-        is_squared, activation = activation == "relu2", "relu" if activation == "relu2" else activation
         if isinstance(x, Symbol):
             x.writer.activate(x, activation)
         else:
             ops.activate(x, activation)
-        return self.times(x, x, 0) if is_squared else x
+        return x
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ops.rotate(x, cos, sin)

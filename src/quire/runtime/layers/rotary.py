@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.model import QUERY_SCALE, Rope
-from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.weights import Placement
 from quire.types.errors import ConfigError
+
+
+class PositionedTokens(Protocol):
+    """What a rotation reads of a step of a decoder or of a batch of an encoder."""
+
+    @property
+    def positions(self) -> Tensor: ...  # [tokens]
+    @property
+    def lengths(self) -> Tensor: ...  # [tokens], of the sequence; read only by rotations that change with it
+    @property
+    def axes(self) -> Tensor | None: ...
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def memo(self) -> dict[Any, Any]: ...
 
 
 class Rotation(NamedTuple):
@@ -38,14 +52,14 @@ class Rotary(nn.Module):
         """Whether angles depend only on a token's position."""
         return self._rope.kind not in CHANGING or not is_stretched(self._rope)
 
-    def forward(self, step: ForwardStep) -> Rotation:
+    def forward(self, step: PositionedTokens) -> Rotation:
         """Return the rotation of a step's tokens, computed once per step."""
         found = step.memo.get(self)
         if found is None:
             found = step.memo[self] = self._rotation(step)
         return found
 
-    def _rotation(self, step: ForwardStep) -> Rotation:
+    def _rotation(self, step: PositionedTokens) -> Rotation:
         change = CHANGING.get(self._rope.kind)
         if change is not None and step.max_length > first_length(self._rope):
             both = self._tabulate(step.positions, change(self._rope, self._dim, step.lengths))
@@ -56,7 +70,7 @@ class Rotary(nn.Module):
         cos, sin = torch.split(both.unsqueeze(1), self._dim, dim=-1)
         return Rotation(cos, sin)
 
-    def angles_of(self, step: ForwardStep) -> tuple[Tensor, Tensor | None]:
+    def angles_of(self, step: PositionedTokens) -> tuple[Tensor, Tensor | None]:
         """Return `angles` and the table row of each token, or None if that is its position. With several axes the table
         is computed for the step's tokens. For Triton."""
         table = self.angles(step.max_length)
@@ -68,7 +82,7 @@ class Rotary(nn.Module):
             found = step.memo[self, "angles"] = own, torch.arange(len(own), device=own.device)
         return found
 
-    def _look_up(self, table: Tensor, step: ForwardStep) -> Tensor:  # [tokens, columns of the table]
+    def _look_up(self, table: Tensor, step: PositionedTokens) -> Tensor:  # [tokens, columns of the table]
         """Return a step's rows of `table`, whose columns are one or more repetitions of the dim / 2 pairs."""
         axes = step.axes
         if axes is None or not len(self._axis_of):

@@ -3,6 +3,7 @@ embedding."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
@@ -20,6 +21,7 @@ class SideInputs(nn.Module):
         self.embed_tokens_per_layer = build.embedding("embed_tokens_per_layer", config.vocab_size, total)
         self.per_layer_model_projection = build.linear("per_layer_model_projection", hidden, total, bias=False)
         self.per_layer_projection_norm = build.rms_norm("per_layer_projection_norm", self._size, config.norm_eps)
+        self._filler = 0 if config.vision is None else config.vision.filler_id
         self._scales = (build.rounded(self._size**0.5), hidden**-0.5, 2**-0.5)
 
     def forward(self, of_tokens: Tensor, hidden: Tensor) -> Tensor:  # [tokens, layers * size]
@@ -29,6 +31,12 @@ class SideInputs(nn.Module):
         projected = self.per_layer_model_projection(hidden).mul_(of_vector)
         normed: Tensor = self.per_layer_projection_norm(projected.view(-1, self._size)).view_as(projected)
         return normed.add_(of_tokens.mul_(of_token)).mul_(of_both)
+
+    def of_filler(self, num_tokens: int) -> Tensor:  # [tokens, layers * size]
+        """Return the table row of the token that stands for tokens of images, once for each of them."""
+        table = self.embed_tokens_per_layer
+        found: Tensor = table(torch.tensor([self._filler], device=table.weight.device))
+        return found.expand(num_tokens, -1)
 
 
 class SideInput(nn.Module):

@@ -96,6 +96,13 @@ class Stream:
         tokens, has run by then. None keeps all tokens."""
         self._wanted, self._narrows = wanted, wanted is not None or isinstance(self.x, Symbol)
 
+    def narrow(self, wanted: Tensor | None) -> Value:
+        """Keep only the tokens `wanted` [positions], now that all layers have run, and return the stream."""
+        self.narrow_next(wanted)
+        if self._narrows:
+            self._narrow(())
+        return self.settle()
+
     def _narrow(self, changes: tuple[Value | Projected | PostNormed, ...]) -> list[Value | Projected | PostNormed]:
         self._narrows, wanted = False, self._wanted
         x = self.settle()

@@ -1,4 +1,4 @@
-"""The protocol for reading the residual stream between layers, as an EAGLE head does to draft from it."""
+"""The protocol for reading the residual stream between or after layers, as draft heads do to draft from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LayerTaps(Protocol):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers whose inputs are read, ascending."""
+        """The layers whose inputs are read, ascending. The number of layers stands for the output of the last one."""
 
     def take(self, layer: int, x: Value, step: ForwardStep) -> None:
         """Read x [tokens, hidden], the layer's input for all tokens of the step; later layers overwrite it. While a

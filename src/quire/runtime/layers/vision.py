@@ -42,13 +42,22 @@ def cut_patches(pixels: Tensor, vision: Vision, dtype: torch.dtype) -> Tensor:  
 def patch_rotation(rows: int, columns: int, vision: Vision, device: torch.device) -> Tensor:  # [patches, 2, dim / 2]
     """Return cos and sin of each patch's rotary angles: half of a head's pairs rotate by the patch's row, the others by
     its column. Patches are in the order of `cut_patches`."""
-    dim, merge = vision.hidden_size // vision.num_heads, vision.merge
-    inverse = 1.0 / (10_000.0 ** (torch.arange(0, dim // 2, 2, dtype=torch.float32, device=device) / (dim // 2)))
+    angles = patch_angles(rows, columns, vision, device).flatten(1)
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
+def patch_angles(rows: int, columns: int, vision: Vision, device: torch.device) -> Tensor:  # [patches, 2, dim / 4]
+    """Return each patch's rotary angles by its row and by its column, in the order of `cut_patches`."""
+    dim = vision.hidden_size // vision.num_heads
+    inverse = 1.0 / (vision.theta ** (torch.arange(0, dim // 2, 2, dtype=torch.float32, device=device) / (dim // 2)))
+    return patch_places(rows, columns, vision.merge, device)[:, :, None].float() * inverse
+
+
+def patch_places(rows: int, columns: int, merge: int, device: torch.device) -> Tensor:  # [patches, 2], int64
+    """Return each patch's row and column, in the order of `cut_patches`."""
     down = torch.arange(rows * merge, device=device).view(rows, 1, merge, 1)
     across = torch.arange(columns * merge, device=device).view(1, columns, 1, merge)
-    places = torch.stack((down + 0 * across, across + 0 * down), dim=-1).reshape(-1, 2)
-    angles = (places[:, :, None].float() * inverse).flatten(1)
-    return torch.stack((angles.cos(), angles.sin()), dim=1)
+    return torch.stack((down + 0 * across, across + 0 * down), dim=-1).reshape(-1, 2)
 
 
 def stretch_positions(table: Tensor, rows: int, columns: int, merge: int) -> Tensor:  # [patches, size], float32
@@ -94,13 +103,16 @@ def parts_of(windows: Sequence[tuple[int, int]], merge: int) -> list[Part]:
     return parts
 
 
-def attend_within(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part]) -> Tensor:
-    """Attention of patches [patches, heads, dim] within their set. Returns [patches, heads * dim]."""
+def attend_within(
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float | None = None
+) -> Tensor:
+    """Attention of patches [patches, heads, dim] within their set. Returns [patches, heads * dim]. `scale`: by default
+    dim**-0.5."""
     found = []
     for begin, count, size in parts:
         span = slice(begin, begin + count * size)
         q, k, v = (x[span].view(count, size, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-        found.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(count * size, -1))
+        found.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).reshape(count * size, -1))
     return torch.cat(found)
 
 

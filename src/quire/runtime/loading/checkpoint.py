@@ -41,4 +41,4 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(files: ModelFiles) -> Checkpoint:
     """Open a model's files and check that every tensor exists with the right shape, before reading any."""
-    return GgufCheckpoint(files.path) if files.kind == "gguf" else HfCheckpoint(files.path)
+    return GgufCheckpoint(files.path) if files.kind == "gguf" else HfCheckpoint(files.path, is_head=files.is_head)

@@ -12,11 +12,13 @@ from quire.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model on this machine: a GGUF file (the first of a split set), or a Hugging Face directory."""
+    """A model on this machine: a GGUF file (the first of a split set), or a Hugging Face directory. `is_head`: what is
+    meant is not the model, but the MTP head in its checkpoint."""
 
     name: str
     path: Path
     kind: Literal["gguf", "hf"]
+    is_head: bool = False
 
 
 def files_at(path: Path) -> ModelFiles:

@@ -14,7 +14,8 @@ from quire.types.install import install_extra
 WANTED = ("*.json", "*.safetensors", "*.jinja", "vocab.txt")  # never code, never pickles
 UNWANTED = ("consolidated*", "original/*", "onnx/*", "*/*")  # duplicates of the weights in other formats
 
-MODULES, POOLING = "modules.json", "*_Pooling/config.json"  # of sentence encoders, which have one file in a subfolder
+MODULES = "modules.json"  # of sentence encoders, whose modules have files in subfolders
+MODULE_FILES = ("*_Pooling/config.json", "*_Dense/config.json", "*_Dense/model.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def fetch_from_hub(name: HubName, *, offline: bool, progress: Progress) -> Path:
             name.repository, allow_patterns=_wanted(name.file), ignore_patterns=ignored, **common
         )
         if name.file is None and (Path(directory) / MODULES).is_file():
-            directory = hub.snapshot_download(name.repository, allow_patterns=[POOLING], **common)
+            directory = hub.snapshot_download(name.repository, allow_patterns=list(MODULE_FILES), **common)
     except Exception as error:  # noqa: BLE001  what a network library may raise has no common base
         raise _explain(name, error, offline) from None
     progress(f"fetching {name}", 1, 1)

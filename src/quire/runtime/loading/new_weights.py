@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from quire.config.model import ModelConfig, StoredLevels, WeightCounts
 from quire.runtime.layers.weights import WeightLayer
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
@@ -126,4 +128,9 @@ def save_tensors(tensors: object, path: Path) -> None:
     """Write (name, tensor) pairs to a safetensors file, for ranks in other processes. Raises InvalidRequest."""
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors_of(tensors).items()}, path)
+    written: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(tensors).items():
+        held = tensor.detach().cpu().contiguous()
+        is_shared = any(held.data_ptr() == other.data_ptr() for other in written.values())
+        written[name] = held.clone() if is_shared else held  # tensors of a file share no memory
+    save_file(written, path)

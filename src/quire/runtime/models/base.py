@@ -73,12 +73,17 @@ class BaseModel(nn.Module):
 
     def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
         """Return the first block's input from the embeddings of the step's tokens [tokens, hidden], which may be
-        overwritten. With side inputs the vectors of both tables are concatenated in `vectors`."""
+        overwritten: scaled, with the vectors of images in their places. With side inputs the vectors of both tables are
+        concatenated in `vectors`."""
         side, others = self.side[0], None
         if side is not None:
             vectors, others = vectors[:, : self._hidden].contiguous(), vectors[:, self._hidden :]
         hidden = vectors if self._embedding_scale == 1.0 else vectors.mul_(self._embedding_scale)
-        if side is not None:
+        if step.features is not None:  # not scaled like embeddings
+            hidden.index_copy_(0, step.features.places, step.features.vectors)
+        if side is not None and others is not None:
+            if step.features is not None:
+                others.index_copy_(0, step.features.places, side.of_filler(len(step.features.places)))
             step.memo[BESIDE] = side(others, hidden)
         return hidden
 
@@ -92,8 +97,6 @@ class BaseModel(nn.Module):
                 step.memo[BESIDE] = beside
         else:
             found = self.embed(found, step)
-        if step.features is not None:  # not scaled like embeddings
-            found.index_copy_(0, step.features.places, step.features.vectors)
         hidden: Tensor = blocks(found, step)
         return hidden
 
@@ -188,10 +191,10 @@ class BaseEncoder(nn.Module):
 
     head: nn.Module | None
 
-    def classify(self, first: Tensor) -> Tensor:
-        """Return logits [texts, labels] from the hidden states of the first tokens [texts, hidden]."""
+    def classify(self, pooled: Tensor) -> Tensor:
+        """Return logits [texts, labels] from the pooled hidden states [texts, hidden]."""
         assert self.head is not None, "this encoder has no head"
-        logits: Tensor = self.head(first)
+        logits: Tensor = self.head(pooled)
         return logits
 
 

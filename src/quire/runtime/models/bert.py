@@ -31,12 +31,12 @@ DISTILBERT_KEYS = ("dim", "hidden_dim", "n_layers", "n_heads", "activation")
 
 
 class BertBlock(nn.Module):
-    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
         self.attention = SelfAttention(
             build.qkv_linear(hidden, config.heads, bias=True, names=("query", "key", "value")),
-            build.text_attention(config.heads),
+            build.attention_of(config, layer),
             build.linear("output", hidden, hidden, bias=True),
         )
         self.attention_norm = build.layer_norm("attention_norm", hidden, eps)
@@ -58,7 +58,7 @@ class Bert(BaseEncoder):
         super().__init__()
         own = config.encoder or Encoder()
         self.embeddings = TextEmbeddings(config, build)
-        self.layers = nn.ModuleList(BertBlock(config, build) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(BertBlock(config, layer, build) for layer in range(config.num_layers))
         self.head = ClassifierHead(config, own, build) if own.num_labels else None
 
     def forward(self, texts: Texts) -> Tensor:

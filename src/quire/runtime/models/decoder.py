@@ -1,11 +1,13 @@
 """The plain decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP.
 
-Llama 2 and 3, SmolLM2 and Mistral; Qwen2 with q, k and v biases; Qwen3 with q and k head norms. Layers of Mistral,
-Qwen2 and Qwen3 may have windows. Granite scales its residual additions. Blocks of other families may have layer norms,
-an MLP without a gate, or attention and MLP in parallel.
+Llama 2 and 3, SmolLM2 and Mistral; Qwen2 and MiMo with q, k and v biases; Qwen3 with q and k head norms. Layers of
+Mistral, Qwen2 and Qwen3 may have windows. Granite scales its residual additions. Blocks of other families may have
+layer norms, an MLP without a gate, or attention and MLP in parallel.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import nn
 
@@ -77,6 +79,15 @@ def read_qwen2(config: Fields) -> ModelConfig:
     return read_decoder(config, "qwen2", 32_768, num_kv_heads=32, qkv_bias=True, windows=qwen_windows(config))
 
 
+def read_mimo(config: Fields) -> ModelConfig:
+    return replace(read_qwen2(config), architecture="mimo")
+
+
+def rename_mimo(name: str) -> str | None:
+    """Leave out the layers that draft tokens."""
+    return None if name.startswith("model.mtp_layers.") else name
+
+
 def read_qwen3(config: Fields) -> ModelConfig:
     bias, windows = config.flag("attention_bias", False), qwen_windows(config)
     return read_decoder(
@@ -114,6 +125,7 @@ GRANITE = Family(
     gguf=GgufFamily(has_pairs=True, settings=gguf_config.SCALES, read=gguf_config.read_scales),
 )  # fmt: skip
 QWEN2 = Family(name="qwen2", build=Decoder, read=read_qwen2, gguf=GgufFamily())
+MIMO = Family(name="mimo", build=Decoder, read=read_mimo, rename=rename_mimo)
 QWEN3 = Family(name="qwen3", build=Decoder, read=read_qwen3, gguf=GgufFamily(qk_norm=True))
 LLAMA_CLASSIFIER, MISTRAL_CLASSIFIER, QWEN2_CLASSIFIER, QWEN3_CLASSIFIER = map(
     classifier_of, (LLAMA, MISTRAL, QWEN2, QWEN3)

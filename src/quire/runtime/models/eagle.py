@@ -7,10 +7,9 @@ own hidden state is the feature of the next position. The head uses the target's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from quire.config.fields import Fields
@@ -19,9 +18,9 @@ from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.draft_tokens import DraftTokens
 from quire.runtime.layers.eagle_block import EagleBlock
-from quire.runtime.layers.modules import LentEmbedding
 from quire.runtime.layers.step import BESIDE, AdaptedRows, ForwardStep
 from quire.runtime.models.base import BaseModel
+from quire.runtime.models.draft_head import DraftHead
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import read_decoder, refuse_norms, refuse_windows
 
@@ -31,47 +30,31 @@ _NORMS = {  # supported values
 }
 
 
-class Features(Protocol):
-    """Access to the features that the target stored, one for each token in the cache."""
-
-    def read(self, step: ForwardStep) -> Tensor:
-        """Return the features of the step's tokens [tokens, hidden]; the caller may overwrite them."""
-
-
-class Eagle3(BaseModel):
-    """An EAGLE-3 head; `attach` connects it to its target. A row of the head holds the target's tokens except the
-    first.
-
-    `sampled` keeps the hidden states of the last call of `logits`, in order; captured graphs fill it too.
-    """
+class Eagle3(DraftHead):
+    """An EAGLE-3 head. Its own hidden state is the feature of a token that the target has not computed."""
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
-        super().__init__(config)
+        super().__init__(config, build)
         assert config.eagle is not None
         hidden, eagle = config.hidden_size, config.eagle
+        self._read = eagle.layers  # of the target
         self.fc = build.linear("fc", eagle.num_states * hidden, hidden, bias=False)
         self.layers = Blocks((EagleBlock(config, build) for _ in range(1)), config)
         self.norm = build.rms_norm("norm", hidden, config.norm_eps)
         self.lm_head = build.linear("lm_head", hidden, eagle.vocab_size, bias=False)
         is_part = eagle.vocab_size < config.vocab_size
         self.d2t = DraftTokens(eagle.vocab_size, config.vocab_size, build.placement) if is_part else None
-        self._table = LentEmbedding(build.dtype)
         self.assemble(self._table, self.layers, self.norm, self.lm_head)
-        self._features: Features | None = None
-        self.sampled = torch.empty(0)
 
-    def attach(self, target: BaseModel, features: Features, sampled: Tensor) -> None:
-        """Use the embeddings and the features of `target`. `sampled`: [max rows of logits, hidden], see above."""
-        self._table.lend(target.embedding)
-        self._features, self.sampled = features, sampled
+    def taps(self, target: BaseModel) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor] | None]:  # noqa: ARG002
+        return self._read, self.fc
 
     def forward(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
-        assert self._features is not None, "attach() was not called"
         step.memo.clear()  # left from an earlier pass over the same step
         step.memo[BESIDE] = self._table(step.token_ids) if vectors is None else vectors
         (block,) = self.layers.own
         assert isinstance(block, EagleBlock)
-        hidden: Tensor = self.layers(block.stream_of(self._features.read(step)), step)
+        hidden: Tensor = self.layers(block.stream_of(self.read_features(step)), step)
         return hidden
 
     def logits(self, hidden: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
@@ -81,11 +64,6 @@ class Eagle3(BaseModel):
     def head_logits(self, states: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         logits = super().head_logits(states, adapted)
         return logits if self.d2t is None else self.d2t(logits)
-
-    @property
-    def native_head(self) -> None:
-        """None: tokens must be chosen from logits, because `logits` fills `sampled`."""
-        return
 
 
 def read_eagle3(config: Fields) -> ModelConfig:

@@ -75,11 +75,12 @@ class GemmaBlock(nn.Module):
 class Gemma(Decoder):
     block: type[nn.Module] = GemmaBlock
     norm_offset = NORM_OFFSET
+    make_tower: type[VisionTower] = SiglipTower
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(replace(config, embedding_scale=build.rounded(config.embedding_scale)), build)
         vision, size = config.vision, config.hidden_size
-        self.vision_tower = None if vision is None else SiglipTower(vision, size, build)
+        self.vision_tower = None if vision is None else self.make_tower(vision, size, build)
 
     @property
     def tower(self) -> VisionTower | None:

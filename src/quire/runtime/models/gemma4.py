@@ -1,4 +1,4 @@
-"""Gemma 4 (text): Gemma's block with normed value heads, per-layer side inputs, and layers that share keys and values.
+"""Gemma 4: Gemma's block with normed value heads, per-layer side inputs, and layers that share keys and values.
 
 Scores are not scaled, because the query norm does it. Layers without a window rotate a part of each head, and may use
 their keys as values. The last layers may read the keys and values of an earlier layer of their kind. Each layer adds a
@@ -12,13 +12,15 @@ from dataclasses import replace
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig
 from quire.runtime.layers.attention import DecoderAttention
-from quire.runtime.layers.builder import SIDE_NORMS, LayerBuilder
+from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.side_inputs import SideInput
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Projected, Stream, Value
 from quire.runtime.models import gguf_config
-from quire.runtime.models.family import GGUF_OUTER, STACKED, Family, GgufFamily, text_model_name, with_module_path
+from quire.runtime.models.family import GGUF_OUTER, STACKED, Family, GgufFamily
 from quire.runtime.models.gemma import Gemma, GemmaBlock, read_gemma
+from quire.runtime.models.gemma4_names import rename
+from quire.runtime.models.gemma4_vision import Gemma4Tower
 from quire.runtime.models.gguf_gemma import GEMMA_INNER
 from quire.runtime.models.hf_config import (
     FULL,
@@ -31,6 +33,7 @@ from quire.runtime.models.hf_config import (
     read_windows,
     refuse_bidirectional,
 )
+from quire.runtime.models.hf_gemma4_vision import read_gemma4_vision
 from quire.runtime.models.hf_rope import read_rope, ropes_by_type
 
 USUAL_ROPE = {
@@ -68,6 +71,7 @@ class Gemma4Block(GemmaBlock):
 class Gemma4(Gemma):
     block = Gemma4Block
     norm_offset = 0.0
+    make_tower = Gemma4Tower
 
 
 def read_gemma4(config: Fields) -> ModelConfig:
@@ -93,22 +97,8 @@ def read_gemma4(config: Fields) -> ModelConfig:
         attention_scale=1.0, attention_softcap=None, per_layer_input=size,
         kv_layers=read_kv_layers(config, "num_kv_shared_layers", config.integer("num_hidden_layers"), windows),
         keys_are_values=keys_are_values, double_wide=config.flag("use_double_wide_mlp", False),
-        experts=experts,
+        experts=experts, vision=None if config.raw("vision_config") is None else read_gemma4_vision(config),
     )  # fmt: skip
-
-
-# Modules of our model, and the prefixes of layers in them that checkpoints store one level higher.
-PLACES = {
-    "side_inputs": ("embed_tokens_per_layer.", "per_layer_model_projection.", "per_layer_projection_norm."),
-    "side_input": ("per_layer_input_gate.", "per_layer_projection.", "post_per_layer_input_norm."),
-    "side_experts": ("router.", "experts.", *(f"{norm}." for norm in SIDE_NORMS)),
-}
-
-
-def rename(name: str) -> str | None:
-    """Ignore the towers for images and sound."""
-    found = text_model_name(name, ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."))
-    return None if found is None else with_module_path(found, PLACES)
 
 
 def gguf_gemma4(fields: Fields, config: ModelConfig) -> ModelConfig:

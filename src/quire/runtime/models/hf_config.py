@@ -60,22 +60,26 @@ def read_decoder(
     return ModelConfig(**(numbers | fields))
 
 
-def read_encoder(config: Fields, name: str, keys: tuple[str, ...], encoder: Encoder, norm_eps: float) -> ModelConfig:
-    """Read the config of an encoder with learned positions. `keys`: the keys of hidden size, MLP size, number of
-    layers, number of heads, and activation."""
+def read_encoder(
+    config: Fields, name: str, keys: tuple[str, ...], encoder: Encoder, norm_eps: float,
+    activations: tuple[str, ...] = PLAIN, **fields: Any,
+) -> ModelConfig:  # fmt: skip
+    """Read the config of an encoder, by default with learned positions. `keys`: the keys of hidden size, MLP size,
+    number of layers, number of heads, and activation. `fields`: further fields of ModelConfig."""
     hidden, inner, layers, heads, activation = keys
-    return ModelConfig(
-        architecture=name,
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=config.integer(hidden),
-        intermediate_size=config.integer(inner),
-        num_layers=config.integer(layers),
-        heads=read_heads(config, heads=heads, hidden=hidden),
-        rope=Rope(max_position=config.integer("max_position_embeddings", 512) - encoder.position_offset),
-        norm_eps=norm_eps,
-        activation=read_activation(config, PLAIN, activation, "gelu"),
-        encoder=encoder,
-    )
+    numbers: dict[str, Any] = {
+        "architecture": name,
+        "vocab_size": config.integer("vocab_size"),
+        "hidden_size": config.integer(hidden),
+        "intermediate_size": config.integer(inner),
+        "num_layers": config.integer(layers),
+        "heads": read_heads(config, heads=heads, hidden=hidden),
+        "rope": Rope(max_position=config.integer("max_position_embeddings", 512) - encoder.position_offset),
+        "norm_eps": norm_eps,
+        "activation": read_activation(config, activations, activation, "gelu"),
+        "encoder": encoder,
+    }
+    return ModelConfig(**(numbers | fields))
 
 
 def refuse_windows(config: Fields) -> None:
@@ -129,6 +133,11 @@ def read_windows(config: Fields, window: int | None, has_window: Callable[[int],
     if window is None and SLIDING in kinds:
         raise config.refuse("sliding_window", f"is missing, though layer_types has {SLIDING}")
     return () if SLIDING not in kinds else tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def read_two_sided_windows(config: Fields, window: int, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Return the windows of an encoder, as `read_windows` does: `window` tokens reach half as far to each side."""
+    return read_windows(config, window // 2 * 2 + 1, has_window)
 
 
 def read_heads(

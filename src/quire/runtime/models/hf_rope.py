@@ -68,6 +68,19 @@ def read_rope(
     return Rope(theta, cast("Kind", kind), tuple(scaling.items()), max_position, short, long, dim)
 
 
+def refuse_changing(config: Fields, rope: Rope | None) -> None:
+    """Refuse rotations that change with the length of a text, for encoders: a batch has texts of several lengths."""
+    if rope is not None and rope.kind in ("dynamic", "longrope"):
+        raise config.refuse("rope_scaling", f"{rope.kind} is not supported in encoders")
+
+
+def read_fixed_rope(config: Fields, max_position: int, theta: float, layer_type: str | None = None) -> Rope:
+    """Read the Rope of an encoder."""
+    rope = read_rope(config, max_position, theta, layer_type)
+    refuse_changing(config, rope)
+    return rope
+
+
 def ropes_by_type(config: Fields, usual: Mapping[str, object]) -> Fields:
     """Return settings with rope parameters for each layer type: those of the config, or `usual` if it has none."""
     where = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"

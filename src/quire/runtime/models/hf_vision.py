@@ -16,7 +16,7 @@ from quire.runtime.models.hf_config import refuse_other
 MROPE = ("mrope_section", "mrope_interleaved")  # rope parameters about the axes of positions
 PREPROCESSOR, PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json", "image_processor"
 _IMAGE_TOKEN = 151_655  # the default of config.json
-BILINEAR, _BICUBIC, _RESCALE = 2, 3, 1 / 255
+BILINEAR, BICUBIC, _RESCALE = 2, 3, 1 / 255
 HALF: Channels = (0.5, 0.5, 0.5)
 _MOST_TOKENS = 16_384  # of an image, the most of any published model
 _TOWER_THETA = 10_000.0  # of the towers' rotary positions
@@ -127,12 +127,17 @@ def _read_tower(config: Fields, tower: Fields, usual: tuple[int, int, int, int],
     if size % heads or size // heads % 4:
         raise tower.refuse("num_heads", f"hidden size {size} is not {heads} heads whose size is a multiple of 4")
     unit, image = patch * merge, _read_images(config, patch, merge, frames)
-    token_id = config.integer("image_token_id", token)
-    if not 0 <= token_id < config.integer("vocab_size"):
-        raise config.refuse("image_token_id", f"is {token_id}, which is no token of the vocabulary")
-    grid = ImageGrid(token_id, unit, *_read_pixels(image, unit))
+    grid = ImageGrid(read_placeholder(config, "image_token_id", token), unit, *_read_pixels(image, unit))
     mean, std = read_channels(image, "image_mean", USUAL_MEAN), read_channels(image, "image_std", USUAL_STD)
     return Vision(grid, depth, size, inner, heads, patch, merge, frames, mean=mean, std=std)
+
+
+def read_placeholder(config: Fields, key: str, usual: int) -> int:
+    """Return the id of the placeholder token."""
+    token_id = config.integer(key, usual)
+    if not 0 <= token_id < config.integer("vocab_size"):
+        raise config.refuse(key, f"is {token_id}, which is no token of the vocabulary")
+    return token_id
 
 
 def _refuse_rope(tower: Fields) -> None:
@@ -157,17 +162,18 @@ def _read_blocks(tower: Fields, key: str, usual: tuple[int, ...]) -> tuple[int, 
 def _read_images(config: Fields, patch: int, merge: int, frames: int) -> Fields:
     """Return the preprocessing settings; refuse those that this implementation does not follow."""
     image = find_images(config)
-    usual = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames, "resample": _BICUBIC}
+    usual = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames, "resample": BICUBIC}
     refuse_prepared(image, usual)
     return image
 
 
-def refuse_prepared(image: Fields, usual: Mapping[str, int]) -> None:
-    """Refuse preprocessing that this implementation does not follow. `usual`: settings with one supported value."""
+def refuse_prepared(image: Fields, usual: Mapping[str, int], *, normalizes: bool = True) -> None:
+    """Refuse preprocessing that this implementation does not follow. `usual`: settings with one supported value.
+    `normalizes`: whether pixels are normalized before they reach the model."""
     for key, value in usual.items():
         if image.integer(key, value) != value:
             raise image.refuse(key, f"is {image.raw(key)}, only {value} is supported")
-    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+    for key in ("do_resize", "do_rescale", "do_convert_rgb", *(("do_normalize",) if normalizes else ())):
         if not image.flag(key, True):
             raise image.refuse(key, "only true is supported")
     if abs(image.number("rescale_factor", _RESCALE) - _RESCALE) > 1e-9:

@@ -19,6 +19,9 @@ CLASSIFIERS: tuple[Kind, ...] = ("classifier", "decoder classifier")
 DECODERS: tuple[Kind, ...] = ("decoder", "decoder classifier", "decoder embedder")  # texts are requests of an engine
 
 
+MTP = "-mtp"  # ends the name of an MTP head's family; the rest is that of its target
+
+
 class Entry(NamedTuple):
     """Where a family is defined (file and variable in this folder), and which checkpoints belong to it."""
 
@@ -42,6 +45,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "mistral3": Entry("mistral", "MISTRAL3", ("Mistral3ForConditionalGeneration",)),
     "mixtral": Entry("mixture", "MIXTRAL", ("MixtralForCausalLM",), in_gguf=True, gguf_name="llama", gguf_mixture=True),
     "qwen2": Entry("decoder", "QWEN2", ("Qwen2ForCausalLM",), in_gguf=True),
+    "mimo": Entry("decoder", "MIMO", ("MiMoForCausalLM",)),
     "qwen2_moe": Entry("mixture", "QWEN2_MOE", ("Qwen2MoeForCausalLM",), in_gguf=True, gguf_name="qwen2moe"),
     "qwen3": Entry("decoder", "QWEN3", ("Qwen3ForCausalLM",), in_gguf=True),
     "qwen3_moe": Entry("mixture", "QWEN3_MOE", ("Qwen3MoeForCausalLM",), in_gguf=True, gguf_name="qwen3moe"),
@@ -166,10 +170,15 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "roberta": Entry("bert", "ROBERTA", ("RobertaModel", "RobertaForMaskedLM"), kind="encoder"),
     "xlm-roberta": Entry("bert", "XLM_ROBERTA", ("XLMRobertaModel", "XLMRobertaForMaskedLM"), kind="encoder"),
     "distilbert": Entry("bert", "DISTILBERT", ("DistilBertModel", "DistilBertForMaskedLM"), kind="encoder"),
+    "modernbert": Entry("modern_bert", "MODERN_BERT", ("ModernBertModel", "ModernBertForMaskedLM"), kind="encoder"),
+    "embedding_gemma": Entry("embedding_gemma", "EMBEDDING_GEMMA", ("Gemma3TextModel",), kind="encoder"),
     "bert-classifier": Entry("bert", "BERT_CLASSIFIER", ("BertForSequenceClassification",), kind="classifier"),
     "roberta-classifier": Entry("bert", "ROBERTA_CLASSIFIER", ("RobertaForSequenceClassification",), kind="classifier"),
     "xlm-roberta-classifier": Entry(
         "bert", "XLM_ROBERTA_CLASSIFIER", ("XLMRobertaForSequenceClassification",), kind="classifier"
+    ),
+    "modernbert-classifier": Entry(
+        "modern_bert", "MODERN_BERT_CLASSIFIER", ("ModernBertForSequenceClassification",), kind="classifier"
     ),
     "distilbert-classifier": Entry(
         "bert", "DISTILBERT_CLASSIFIER", ("DistilBertForSequenceClassification",), kind="classifier"
@@ -225,6 +234,9 @@ def check_drafts(name: str) -> None:
 
 def find_family(name: str) -> Family:
     """Import and return a family. Raises ConfigError for a name that is not in ENTRIES."""
+    if name.endswith(MTP):
+        heads: dict[str, Family] = import_module("quire.runtime.models.mtp").HEADS
+        return heads[name]
     if name not in ENTRIES:
         known = ", ".join(sorted(ENTRIES))
         raise ConfigError("architecture", f"{name!r} is not supported", f"supported: {known}")

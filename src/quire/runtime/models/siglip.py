@@ -18,7 +18,15 @@ from quire.runtime.layers.vision import (
     stretch_positions,
 )
 from quire.runtime.models.hf_config import refuse_other, refuse_set
-from quire.runtime.models.hf_vision import BILINEAR, HALF, find_images, read_channels, refuse_prepared, vision_fields
+from quire.runtime.models.hf_vision import (
+    BILINEAR,
+    HALF,
+    find_images,
+    read_channels,
+    read_placeholder,
+    refuse_prepared,
+    vision_fields,
+)
 
 NORM_OFFSET = 1.0  # of the norm behind the tower
 TOWER_NAMES = {  # prefixes of names in checkpoints, and in `SiglipTower`
@@ -91,9 +99,7 @@ def read_siglip(config: Fields) -> Vision:
     if image % patch or side * side != tokens or patches % side:
         reason = f"{tokens} tokens are not squares of the {patches} x {patches} patches of an image"
         raise config.refuse("mm_tokens_per_image", reason)
-    token_id = config.integer("image_token_index", config.integer("image_token_id", 262_144))
-    if not 0 <= token_id < config.integer("vocab_size"):
-        raise config.refuse("image_token_index", f"is {token_id}, which is no token of the vocabulary")
+    token_id = read_placeholder(config, "image_token_index", config.integer("image_token_id", 262_144))
     prepared = find_images(config)
     refuse_prepared(prepared, {"resample": BILINEAR})
     refuse_set(prepared, "do_pan_and_scan", usual=False)

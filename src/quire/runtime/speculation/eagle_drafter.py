@@ -1,9 +1,9 @@
-"""Drafts by an EAGLE head. It runs like a draft model, in its own worker, with these differences.
+"""Drafts by an EAGLE or MTP head. It runs like a draft model, in its own worker, with these differences.
 
 Entry p of the head combines the target's feature at p with the token at p + 1, so a row of its worker holds the
 target's tokens except the first. For tokens that the target has computed, the head reads the target's features; after
-them, it uses its own hidden states, token by token. When the target has verified a draft, the head recomputes the
-draft's entries, because the target's features are available then. Draft tokens are chosen greedily.
+them, it uses the features that it makes itself, token by token. When the target has verified a draft, the head
+recomputes the draft's entries, because the target's features are available then. Draft tokens are chosen greedily.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.runtime.models.eagle import Eagle3
+from quire.runtime.models.draft_head import DraftHead
 from quire.runtime.speculation.coverage import OwnCoverage
 from quire.runtime.speculation.features import BlockFeatures
 from quire.runtime.speculation.model_drafter import DraftPass, ModelDrafter
@@ -32,7 +32,7 @@ class EagleDrafter(ModelDrafter):
     keeps_draft_cache = False
 
     def __init__(
-        self, worker: Worker, target: Rows, coverage: EagleCoverage, head: Eagle3, features: BlockFeatures,
+        self, worker: Worker, target: Rows, coverage: EagleCoverage, head: DraftHead, features: BlockFeatures,
         *, budget: int, defers: bool,
     ) -> None:  # fmt: skip
         super().__init__(worker, target, coverage, budget=budget, shares_cache=False, defers=defers)
@@ -47,7 +47,7 @@ class EagleDrafter(ModelDrafter):
         return NewRow(new.row, tokens, num_prompt, new.block_ids, _LIKELIEST, TokenRules(), 0, 0, adapter=NO_ADAPTER)
 
     def _before_next_pass(self, rows: Sequence[int], last: DraftPass) -> None:
-        """Store the head's hidden states of the last pass as the features of the tokens that were sampled from them."""
+        """Store what the head found in the last pass as the features of the tokens that were sampled from them."""
         places = {row: place for place, row in enumerate(last.rows)}
         own, wanted = self._worker.rows, np.array([places[row] for row in rows], dtype=np.int64)
         lines = own.upload(wanted)

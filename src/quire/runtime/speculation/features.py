@@ -1,4 +1,4 @@
-"""The features that an EAGLE head reads: a vector per token in the target's cache, made of hidden states of some
+"""The features that a draft head reads: a vector per token in the target's cache, made of hidden states of some
 layers.
 
 Features are stored by block, like keys and values, and depend only on a token and those before it. So they are
@@ -7,7 +7,7 @@ available wherever the target's keys and values are: in prefix hits, after a for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from quire.config.engine import CacheConfig
 from quire.kernels.native.program import Symbol
-from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Value
 from quire.runtime.sampling.samples import Longs
@@ -72,11 +71,13 @@ class BlockFeatures:
 
 
 class FeatureTaps:
-    """Implements LayerTaps: reads the hidden states before some layers of the target, projects them with the head's
-    `fc`, and stores the features of all tokens of a step."""
+    """Implements LayerTaps: reads the hidden states before some layers of the target, or after the last one, joins them
+    with `join` (the `fc` of an EAGLE head), and stores the features of all tokens of a step."""
 
-    def __init__(self, layers: tuple[int, ...], fc: Linear, features: BlockFeatures) -> None:
-        self.layers, self._fc, self._features = layers, fc, features
+    def __init__(
+        self, layers: tuple[int, ...], join: Callable[[Tensor], Tensor] | None, features: BlockFeatures
+    ) -> None:
+        self.layers, self._join, self._features = layers, join, features
 
     def take(self, layer: int, x: Value, step: ForwardStep) -> None:
         if isinstance(x, Symbol):
@@ -91,7 +92,8 @@ class FeatureTaps:
         if layer != self.layers[-1]:
             taken.append(x.clone())
             return
-        self._features.write(step, self._fc(torch.cat((*taken, x), dim=1)))
+        joined = torch.cat((*taken, x), dim=1) if taken else x
+        self._features.write(step, joined if self._join is None else self._join(joined))
         del step.memo[_TAKEN]
 
     def _call(self, layer: int, x: Tensor, given: ForwardStep) -> Tensor:

@@ -13,7 +13,7 @@ from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.build import Model
-from quire.runtime.models.eagle import Eagle3
+from quire.runtime.models.draft_head import DraftHead
 from quire.runtime.parallel.ranks import ALONE
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.coverage import OwnCoverage, TargetCoverage
@@ -52,10 +52,10 @@ def make_drafter(
         worker = make(shallow, cache=target.cache.first(speculation.num_layers), adapters=target.adapters)
         return ModelDrafter(worker, target.rows, TargetCoverage(), shares_cache=True, **settings)
     model, shape = load(draft, builder), (config.scheduler.num_rows, target.rows.max_blocks)
-    if not isinstance(model, Eagle3):
+    if not isinstance(model, DraftHead):
         coverage = OwnCoverage(config.cache, *shape)
         return ModelDrafter(make(model), target.rows, coverage, shares_cache=False, **settings)
-    features = _attach(model, draft, decoder, builder, config)
+    features = _attach(model, decoder, builder, config)
     coverage = EagleCoverage(config.cache, *shape)
     return EagleDrafter(make(model), target.rows, coverage, model, features, **settings)
 
@@ -78,13 +78,11 @@ def _make_worker(
     return Worker(model, backend, sampler, draft, config, cache=cache, adapters=adapters, ranks=target.ranks)
 
 
-def _attach(
-    head: Eagle3, draft: ModelConfig, decoder: BaseModel, builder: LayerBuilder, config: EngineConfig
-) -> BlockFeatures:
+def _attach(head: DraftHead, decoder: BaseModel, builder: LayerBuilder, config: EngineConfig) -> BlockFeatures:
     """Make the target write features for the head, from its next step on."""
-    assert draft.eagle is not None
-    features = BlockFeatures(config.cache, draft.hidden_size, builder.dtype, builder.device)
-    decoder.blocks.tap(FeatureTaps(draft.eagle.layers, head.fc, features))
-    sampled = torch.zeros(config.scheduler.num_samples, draft.hidden_size, dtype=builder.dtype, device=builder.device)
+    hidden = decoder.blocks.width
+    features = BlockFeatures(config.cache, hidden, builder.dtype, builder.device)
+    decoder.blocks.tap(FeatureTaps(*head.taps(decoder), features))
+    sampled = torch.zeros(config.scheduler.num_samples, hidden, dtype=builder.dtype, device=builder.device)
     head.attach(decoder, features, sampled)
     return features

@@ -21,7 +21,7 @@ from quire.runtime.object_tensors import DoesNotMatch
 from quire.runtime.standby.memory import FixedMemory, HostMemory, SleepMemory, using_memory
 from quire.runtime.threads import threads_for
 from quire.types.errors import ConfigError, InvalidRequest, ModelLoadError
-from quire.types.standby import Tag, WeightUpdate
+from quire.types.standby import TAGS, Tag, WeightUpdate
 
 
 class _Source(Protocol):
@@ -60,13 +60,15 @@ class ModelStandby:
         self._model, self._weights = model, WeightSet(model)
         return self._memory.holding("weights")
 
-    def sleep(self, level: int) -> None:
-        """Give back the memory of weights and KV cache. Level 1 keeps the weights in host memory. Raises QuireError,
-        and changes nothing."""
+    def sleep(self, level: int, tags: Sequence[Tag] = TAGS) -> None:
+        """Give back the memory of weights and KV cache, or of one of them. Level 1 keeps the weights in host memory.
+        Raises QuireError, and changes nothing."""
         assert self._weights is not None
         self._wait()
-        self._memory.sleep("weights", keeps=level == 1, weights=self._weights.tensors())
-        self._memory.sleep("kv_cache", keeps=False)
+        if "weights" in tags:
+            self._memory.sleep("weights", keeps=level == 1, weights=self._weights.tensors())
+        if "kv_cache" in tags:
+            self._memory.sleep("kv_cache", keeps=False)
 
     def wake_up(self, tags: Sequence[Tag]) -> None:
         """Take memory again. Raises QuireError, and takes nothing, if there is not enough."""

@@ -97,12 +97,12 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--attention-backend": (str, "attention kernels: triton, native, flashinfer, gather, reference or auto"),
     "--speculative-config": (
         json_object,
-        'speculative decoding, as JSON: {"method": "ngram"}, "self_draft", or "draft_model" or "eagle3" with "model"',
+        'speculation, as JSON: {"method": "ngram"}, "mtp", "self_draft", or with "model": "eagle3", "draft_model"',
     ),
     "--limit-mm-per-prompt": (json_object, 'most images of a request, as JSON: {"image": 16}'),
     "--mm-processor-kwargs": (
         json_object,
-        'the sizes to which images are resized, as JSON: {"min_pixels": ..., "max_pixels": ...}',
+        'the sizes to which images are resized, as JSON: {"min_pixels": ..., "max_pixels": ...} (see docs)',
     ),
     "--allowed-local-media-path": (str, "the folder whose files the file:// URLs of images may name (none)"),
     "--tensor-parallel-size": (int, "number of ranks that each compute a part of every layer, one per GPU (1)"),

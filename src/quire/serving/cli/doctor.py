@@ -193,10 +193,11 @@ def _plan(files: ModelFiles, arguments: EngineArguments, facts: HardwareFacts) -
     model = as_served(read_model_config(files), arguments)
     title = f"model {files.name}: {model.architecture}, {model.num_parameters / 1e6:,.0f}M parameters"
     if ENTRIES[model.architecture].kind == "encoder":
-        encoder = resolve_encoder_config(arguments, facts, model, read_embedding_settings(files))
+        settings = read_embedding_settings(files)
+        encoder = resolve_encoder_config(arguments, facts, model, settings)
         where = f"makes embeddings on {encoder.device.device} in {encoder.device.dtype} (LLM.embed), generates no text"
-        return [title, where, str(plan_encoder_memory(arguments, facts, model, encoder))]
-    draft_files = find_draft(arguments, offline=True)
+        return [title, where, str(plan_encoder_memory(arguments, facts, model, encoder, settings))]
+    draft_files = find_draft(arguments, files, offline=True)
     draft = None if draft_files is None else read_model_config(draft_files)
     config, plan = resolve_engine_config(arguments, facts, model, draft)
     where = (

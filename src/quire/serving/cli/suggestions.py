@@ -55,6 +55,9 @@ FLAGS = {
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--max-running-requests": "--max-num-seqs",
     "--schedule-policy": "--policy",
+    "--speculative-algorithm": "--speculative-config",
+    "--speculative-num-steps": "--speculative-config",
+    "--speculative-num-draft-tokens": "--speculative-config",
     "--tp-size": "--tensor-parallel-size",
     "--pp-size": "--pipeline-parallel-size",
     # vLLM

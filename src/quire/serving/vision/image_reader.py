@@ -131,6 +131,9 @@ def fitting_size(height: int, width: int, grid: ImageGrid, field: str = "images"
         reason = f"is {width} x {height}: one side is more than {MAX_RATIO} times the other"
         raise InvalidRequest(field, reason, "cut it")
     unit = grid.unit
+    if grid.fills:
+        rows, columns = _filling(height, width, grid)
+        return rows * unit, columns * unit
     rows, columns = round(height / unit), round(width / unit)
     if rows * columns * unit**2 > grid.max_pixels:
         shrink = math.sqrt(height * width / grid.max_pixels)
@@ -143,6 +146,15 @@ def fitting_size(height: int, width: int, grid: ImageGrid, field: str = "images"
     if rows * columns < FEWEST_TOKENS:  # too few through rounding down
         rows, columns = (4 if rows == 3 else 1, 4 if columns == 3 else 1) if 3 in (rows, columns) else (2, 2)
     return rows * unit, columns * unit
+
+
+def _filling(height: int, width: int, grid: ImageGrid) -> tuple[int, int]:
+    """Return the rows and columns of the largest image of about this aspect ratio that the grid allows."""
+    factor = math.sqrt(grid.max_pixels / (height * width))
+    rows, columns = (math.floor(factor * side / grid.unit) for side in (height, width))
+    if not rows:
+        return 1, min(width // height, grid.max_tokens)
+    return (rows, columns) if columns else (min(height // width, grid.max_tokens), 1)
 
 
 def _upright(library: Any, image: Any) -> Any:

@@ -14,7 +14,8 @@ from quire.kernels.native import low_rank
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.low_rank import LowRankSlots, Runs
 from quire.kernels.native.panels import cut_panels
-from quire.kernels.native.program import Program, ProgramWriter, Symbol
+from quire.kernels.native.program import ProgramWriter, Symbol
+from quire.kernels.native.program_run import Program
 from quire.kernels.native.structures import ProgramStep
 from quire.kernels.native.weights import LinearWeights
 

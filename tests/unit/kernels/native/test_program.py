@@ -14,7 +14,8 @@ from quire.kernels.native import ops
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.ops import BYTES, HALVES, NIBBLES, PLAIN, PackedWeight
 from quire.kernels.native.panels import cut_panels
-from quire.kernels.native.program import Program, ProgramWriter
+from quire.kernels.native.program import ProgramWriter
+from quire.kernels.native.program_run import Program
 from quire.kernels.native.structures import ProgramStep
 from quire.kernels.native.weights import LinearWeights
 from quire.kernels.reference import elementwise

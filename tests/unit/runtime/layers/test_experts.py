@@ -18,7 +18,9 @@ from quire.config.parallel import ParallelConfig
 from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.ops import has_tile_units
-from quire.kernels.native.program import Program, ProgramStep, ProgramWriter
+from quire.kernels.native.program import ProgramWriter
+from quire.kernels.native.program_run import Program
+from quire.kernels.native.structures import ProgramStep
 from quire.kernels.reference.experts import choose_experts, mix_experts
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.experts import MoEMLP
@@ -40,6 +42,9 @@ SETTINGS = {
     "shared by a gate": replace(PLAIN, shared_size=32, shared_has_gate=True),
     "biases, and a gate within limits": replace(PLAIN, has_bias=True, clamp=(0.4, 1.7, 1.0)),
     "of some groups": replace(PLAIN, num_groups=5, groups_used=3, scale=2.5),
+    "ranked by softmax and a bias": replace(PLAIN, biased_softmax=True),
+    "inputs scaled by scores": replace(PLAIN, num_used=1, scales_inputs=True, shared_size=32),
+    "without gates": replace(PLAIN, is_gated=False),
     "by sigmoids, with biases and limits": replace(PLAIN, by_sigmoid=True, has_bias=True, clamp=(0.4, 1.7, 1.0)),
 }
 REFUSAL = why_not_native(torch.float32, torch.device("cpu")) if DEVICE == "cpu" else "runs on a CPU"
@@ -102,9 +107,10 @@ class Layer:
         tensors, settings = self.tensors, self.settings
         x = x * (x.pow(2).mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
         held = rounded if quantized else lambda weight: weight
-        gate, up, down = (
+        names = ("gate", "up", "down") if settings.is_gated else ("up", "down")
+        *first, down = (
             torch.stack([held(tensors[f"experts.{expert}.{name}_proj.weight"]) for expert in range(NUM)])
-            for name in ("gate", "up", "down")
+            for name in names
         )
         biases = None
         if settings.has_bias:
@@ -113,17 +119,28 @@ class Layer:
                 for name in ("gate", "up", "down")
             )
             biases = (torch.cat((of_gate, of_up), dim=1), of_down)
+        logits, bias = x @ tensors["gate.weight"].t() + tensors.get("gate.bias", 0.0), None
+        if settings.has_score_bias:
+            bias = tensors["gate.e_score_correction_bias"].view(-1)
+        if settings.biased_softmax and bias is not None:
+            used = (logits.softmax(dim=-1) + bias).topk(settings.num_used, dim=-1).indices
+            logits, bias = logits.masked_fill(torch.ones_like(logits).scatter(-1, used, 0.0) == 1, float("-inf")), None
         chosen, weights = choose_experts(
-            x @ tensors["gate.weight"].t() + tensors.get("gate.bias", 0.0),
+            logits,
             settings.num_used,
             is_normalized=settings.is_normalized,
             scale=settings.scale,
             groups=(settings.num_groups, settings.groups_used),
-            score_bias=tensors.get("gate.e_score_correction_bias"),
+            score_bias=bias,
         )
         clamp = None if settings.clamp is None else Clamp(*settings.clamp)
-        both = torch.cat((gate, up), dim=1)
-        out = mix_experts(x, both, down, chosen, weights, "silu", biases=biases, clamp=clamp)
+        scaled = x * logits.amax(dim=-1, keepdim=True).sigmoid() if settings.scales_inputs else x
+        if settings.is_gated:
+            out = mix_experts(scaled, torch.cat(first, 1), down, chosen, weights, "silu", biases=biases, clamp=clamp)
+        else:
+            inner = torch.einsum("th,eih->tei", x, first[0])
+            outs = torch.einsum("tei,ehi->teh", inner * inner.sigmoid(), down)
+            out = (outs.take_along_dim(chosen[..., None], dim=1) * weights[..., None]).sum(dim=1)
         if settings.shared_size:
             gate, up, down = (held(tensors[f"shared_expert.{name}_proj.weight"]) for name in ("gate", "up", "down"))
             one = torch.ones(len(x), 1, dtype=torch.long)

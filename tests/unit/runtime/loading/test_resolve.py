@@ -129,13 +129,14 @@ def test_a_hub_name_fetches_safetensors_and_json_but_no_code(hub: SimpleNamespac
     assert wanted - ignored == set(stored[:3])
 
 
-def test_the_pooling_of_a_sentence_encoder_is_fetched_too(hub: SimpleNamespace) -> None:
+def test_the_modules_of_a_sentence_encoder_are_fetched_too(hub: SimpleNamespace) -> None:
     touch(hub.folder / "config.json")
     touch(hub.folder / "modules.json")
     resolve_model("org/name@v1.0")
     _, (_, options) = hub.calls
-    (pattern,) = options["allow_patterns"]
-    assert fnmatch("1_Pooling/config.json", pattern)
+    stored = ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin")
+    wanted = [name for name in stored if any(fnmatch(name, pattern) for pattern in options["allow_patterns"])]
+    assert wanted == list(stored[:3])
     assert options["revision"] == "v1.0"
 
 

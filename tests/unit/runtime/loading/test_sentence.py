@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gguf_files import write_tiny_gguf
-from quire.config.embedding import EmbeddingSettings, Pooling
+from quire.config.embedding import Dense, EmbeddingSettings, Pooling
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.hf.pooling_task import read_pooling_settings
 from quire.runtime.loading.hf.sentence import read_embedding_settings
@@ -67,8 +67,12 @@ def test_a_folder_without_these_files_has_the_mean(tmp_path: Path) -> None:
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "cls_token, mean_tokens is not supported"),
         ({"pooling_mode_mean_tokens": True, "include_prompt": False}, "include_prompt: only true"),
         (
-            {"kinds": ("Transformer", "Pooling", "Dense"), "pooling_mode_mean_tokens": True},
-            "Transformer, Pooling, Dense",
+            {"kinds": ("Transformer", "Pooling", "LayerNorm"), "pooling_mode_mean_tokens": True},
+            "Transformer, Pooling, LayerNorm",
+        ),
+        (
+            {"kinds": ("Transformer", "Pooling", "Normalize", "Dense"), "pooling_mode_mean_tokens": True},
+            "Transformer, Pooling, Normalize, Dense",
         ),
         ({"kinds": ("Transformer",)}, "made by Transformer are not supported"),
         (
@@ -82,6 +86,38 @@ def test_what_would_change_embeddings_and_is_not_supported_is_refused(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     write(tmp_path, **changes)
+    with pytest.raises(ModelLoadError, match=words):
+        read(tmp_path)
+
+
+def write_dense(folder: Path, number: int, **changes: Any) -> None:
+    path = folder / f"{number}_Dense"
+    path.mkdir(exist_ok=True)
+    values = {"in_features": 64, "out_features": 96, "bias": False, "activation_function": "torch.nn.Identity"}
+    (path / "config.json").write_text(json.dumps(values | changes))
+
+
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_dense_layers_follow_the_pooling(tmp_path: Path, normalizes: bool) -> None:
+    write(tmp_path, (*KINDS[:2], "Dense", "Dense", *(KINDS[2:] if normalizes else ())), pooling_mode_mean_tokens=True)
+    write_dense(tmp_path, 2, module_input_name="sentence_embedding")
+    write_dense(tmp_path, 3, in_features=96, out_features=8, bias=True, activation_function="torch.nn.Tanh")
+    settings = read(tmp_path)
+    assert settings.pooling == Pooling("mean", normalize=normalizes)
+    assert settings.dense == (Dense("2_Dense", 64, 96, False, "identity"), Dense("3_Dense", 96, 8, True, "tanh"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"activation_function": "a.Mish"}, "activation_function: 'mish' is not supported; supported: identity, tanh"),
+        ({"use_residual": True}, "use_residual: is not supported"),
+        ({"in_features": 0}, "in_features: must be at least 1"),
+    ],
+)
+def test_a_dense_layer_with_another_setting_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    write(tmp_path, (*KINDS[:2], "Dense"), pooling_mode_mean_tokens=True)
+    write_dense(tmp_path, 2, **changes)
     with pytest.raises(ModelLoadError, match=words):
         read(tmp_path)
 

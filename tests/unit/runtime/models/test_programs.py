@@ -14,7 +14,8 @@ from quire.config.adapter_memory import adapter_memory
 from quire.config.model import Heads
 from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.program import Program, Symbol
+from quire.kernels.native.program import Symbol
+from quire.kernels.native.program_run import Program
 from quire.runtime.layers.adapted import NativeAdapters
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.linear import Linear

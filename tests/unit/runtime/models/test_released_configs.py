@@ -89,9 +89,20 @@ def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
     return nested or ({None: given} if given else {})
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_windows_of_a_released_encoder_reach_as_far_as_in_transformers(name: str) -> None:
+    ours, theirs = read(ENCODERS[name]), whole_of_transformers(ENCODERS[name])
+    window, kinds = getattr(theirs, "sliding_window", None), getattr(theirs, "layer_types", None) or []
+    reach = window - 1 if theirs.model_type == "gemma3_text" else window
+    wanted = [reach if kind == "sliding_attention" else None for kind in kinds]
+    found = [None if (seen := ours.window_of(layer)) is None else seen // 2 for layer in range(ours.num_layers)]
+    assert found == (wanted or [None] * ours.num_layers)
+
+
+@pytest.mark.parametrize("name", [*RELEASED, *ENCODERS])
 def test_rotary_positions_of_a_released_model_are_those_of_transformers(name: str) -> None:
-    ours, theirs = read(RELEASED[name]), of_transformers(RELEASED[name])
+    settings = (RELEASED | ENCODERS)[name]
+    ours, theirs = read(settings), of_transformers(settings)
     for kind, given in rotary_parameters(theirs).items():
         is_local = kind == "sliding_attention" and ours.local_rope is not None
         rope, heads = (ours.local_rope, ours.local_heads or ours.heads) if is_local else (ours.rope, ours.heads)
@@ -119,7 +130,7 @@ def test_sizes_of_a_released_encoder_are_those_of_transformers(name: str) -> Non
         theirs.num_hidden_layers, theirs.hidden_size, theirs.vocab_size, theirs.num_attention_heads,
     )  # fmt: skip
     assert ours.intermediate_size == first(theirs, "intermediate_size", "hidden_dim")
-    assert ours.norm_eps == getattr(theirs, "layer_norm_eps", 1e-12)
+    assert ours.norm_eps == (first(theirs, "layer_norm_eps", "norm_eps", "rms_norm_eps") or 1e-12)
     assert ours.encoder is not None
     assert ours.encoder.num_types == getattr(theirs, "type_vocab_size", 0)
     assert ours.encoder.position_offset == (theirs.pad_token_id + 1 if "roberta" in theirs.model_type else 0)

@@ -52,7 +52,7 @@ def test_a_rehearsal_of_the_first_layers_launches_what_joins_hidden_states(monke
     made = engine(TARGET, knowing_head(TARGET, (0, 1)), attention="triton", rows=1)
     graphs: Any = made.executor.worker._graphs.decode  # type: ignore[union-attr]
     joined: list[tuple[int, ...]] = []
-    monkeypatch.setattr(graphs._model._parts[1]._taps, "_fc", lambda x: joined.append(x.shape) or x[:, :32])
+    monkeypatch.setattr(graphs._model._parts[1]._taps, "_join", lambda x: joined.append(x.shape) or x[:, :32])
     assert graphs._model.num_varied == 1
     with torch.inference_mode():
         graphs.rehearse(DecodeKind(1))

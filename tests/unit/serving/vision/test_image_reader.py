@@ -91,6 +91,24 @@ def test_images_of_one_size_are_those_of_gemma_3(size: tuple[int, int]) -> None:
     torch.testing.assert_close(pixels / 127.5 - 1, wanted["pixel_values"][0].float(), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("tokens", [70, 280, 1_120])
+@pytest.mark.parametrize("size", [*SIZES, (40, 4_000), (4_000, 25), (896, 896), (33, 32)])
+def test_images_that_fill_a_budget_are_those_of_gemma_4(size: tuple[int, int], tokens: int) -> None:
+    processing = pytest.importorskip("transformers.models.gemma4.image_processing_pil_gemma4")
+    grid = ImageGrid(9, 48, 48**2, tokens * 48**2, fills=True)
+    wanted = processing.get_aspect_ratio_preserving_size(*size, 16, tokens * 9, 3)
+    assert fitting_size(*size, grid) == wanted
+    if tokens > 70 or max(size) > 500:
+        return
+    image = noise(*size)
+    made = processing.Gemma4ImageProcessorPil(max_soft_tokens=tokens)(images=[image], return_tensors="pt")
+    found = ImageReader(ImageLimits(grid)).prepare("image", image)
+    assert found.num_tokens == made["num_soft_tokens_per_image"][0]
+    pixels = torch.frombuffer(bytearray(found.pixels), dtype=torch.uint8).view(48 * found.rows, 48 * found.columns, 3)
+    cut = pixels.view(3 * found.rows, 16, 3 * found.columns, 16, 3).transpose(1, 2).reshape(-1, 768)
+    torch.testing.assert_close(cut / 255, made["pixel_values"][0][: len(cut)].float(), rtol=0, atol=2e-6)
+
+
 def test_a_prompt_has_more_around_an_image_than_the_template_writes() -> None:
     grid = ImageGrid(9, begin_token="<begin>", replacement="\n<begin><holder><end>\n")
     assert with_replacements("a\n<begin>b<begin>", grid) == "a\n\n<begin><holder><end>\nb\n<begin><holder><end>\n"

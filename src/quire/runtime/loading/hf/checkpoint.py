@@ -42,13 +42,14 @@ class HfCheckpoint:
     """Reads one tensor at a time in its stored dtype (float64 as float32), as a view of its file that stays valid after
     `close`. MXFP4 is read as float32.
 
-    Tensors have the names of the family's layers; a stored tensor may contain several of them.
+    Tensors have the names of the family's layers; a stored tensor may contain several of them. `is_head`: read only the
+    MTP head.
     """
 
-    def __init__(self, directory: Path, given: TensorFile | None = None) -> None:
+    def __init__(self, directory: Path, given: TensorFile | None = None, *, is_head: bool = False) -> None:
         """`given`: read only its tensors, and only the config of the directory. They may be some of the model's."""
         self.file = str(directory) if given is None else given.name
-        self.config: ModelConfig = hf_model_config(directory)
+        self.config: ModelConfig = hf_model_config(directory, is_head=is_head)
         self._method = hf_method(directory)
         self._files: list[TensorFile] = []
         self._is_partial = given is not None

@@ -26,8 +26,9 @@ def hf_family(directory: Path) -> str:
     return _read_family(Fields(str(directory / CONFIG), read_json(directory / CONFIG)))
 
 
-def hf_model_config(directory: Path) -> ModelConfig:
-    """Read and check the model's config. Raises ModelLoadError for missing, impossible or unsupported values."""
+def hf_model_config(directory: Path, *, is_head: bool = False) -> ModelConfig:
+    """Read and check the config of the model, or of the MTP head in its checkpoint. Raises ModelLoadError for missing,
+    impossible or unsupported values, and ConfigError if there is no such head."""
     from quire.runtime.models.build import count_weights
 
     config = Fields(str(directory / CONFIG), read_json(directory / CONFIG))
@@ -43,6 +44,10 @@ def hf_model_config(directory: Path) -> ModelConfig:
         eos_ids=tuple(token for token in _read_eos_ids(directory, config) if inside(token, vocab_size) is not None),
     )
     check_config(result, config.file)
+    if is_head:
+        from quire.runtime.loading.hf.mtp import hf_head_config
+
+        result = hf_head_config(directory, result)
     method = read_method(config)
     if method is not None:
         from quire.runtime.loading.hf.quantized.layers import count_stored

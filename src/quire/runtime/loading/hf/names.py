@@ -21,7 +21,12 @@ class PartNames:
 
     def of(self, stored: str) -> str | None:
         """Return the layers' name of a stored tensor, or None if no layer reads it."""
-        name = self.family.rename(self.prefix + stored)
+        full = self.prefix + stored
+        if (head := self.config.mtp) is not None:
+            if not full.startswith(head.prefix):
+                return None
+            full = full.removeprefix(head.prefix)
+        name = self.family.rename(full)
         if name is None or (self.family.drops_layers and _layer(name) >= self.config.num_layers):
             return None
         return None if is_unread(self.config, name) else name

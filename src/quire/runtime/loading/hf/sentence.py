@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, cast
 
-from quire.config.embedding import EmbeddingSettings, Pooling
+from quire.config.embedding import DENSE_ACTIVATIONS, Dense, EmbeddingSettings, Pooling
 from quire.config.fields import Fields
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.hf.config import CONFIG
@@ -20,6 +20,7 @@ from quire.types.errors import ModelLoadError
 MODULES, POOLING, GENERAL = "modules.json", "config.json", "config_sentence_transformers.json"
 _KINDS = {"mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls", "lasttoken": "last"}
 _PREFIX = "pooling_mode_"
+_DENSE_KEYS = {"in_features", "out_features", "bias", "activation_function"}
 
 
 def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
@@ -37,7 +38,7 @@ def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
     if kind in CLASSIFIERS:
         length, lowercase = _read_transformer(directory)
         classes = read_classes(Fields(str(directory / CONFIG), read_json(directory / CONFIG)))
-        by = Pooling("cls" if kind == "classifier" else "last")
+        by = _read_head_pooling(directory) if kind == "classifier" else Pooling("last")
         return EmbeddingSettings(by, max_length=length, lowercase=lowercase, classes=classes)
     dimensions = _read_dimensions(directory)
     if not (directory / MODULES).is_file():
@@ -45,13 +46,42 @@ def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
     modules = read_modules(directory)
     _refuse_default_prompt(directory)
     first, second, *others = modules if len(modules) > 1 else (*modules, ("", ""))
-    if first[0] != "Transformer" or second[0] != "Pooling" or [kind for kind, _ in others] not in ([], ["Normalize"]):
-        names = ", ".join(kind for kind, _ in modules)
-        fix = "supported: Transformer, Pooling and, where they are normalized, Normalize"
+    normalizes = bool(others) and others[-1][0] == "Normalize"
+    dense = others[:-1] if normalizes else others
+    known = {"Dense"} if kind not in DECODERS else set()
+    if first[0] != "Transformer" or second[0] != "Pooling" or not {name for name, _ in dense} <= known:
+        names = ", ".join(name for name, _ in modules)
+        between = ", Dense if the model is an encoder," if kind in DECODERS else ", Dense"
+        fix = f"supported: Transformer, Pooling{between} and, where they are normalized, Normalize"
         raise ModelLoadError(str(directory / MODULES), f"embeddings made by {names} are not supported", fix=fix)
-    pooling = _read_pooling(directory / second[1] / POOLING)
+    pooling = Pooling(_read_pooling(directory / second[1] / POOLING), normalize=normalizes)
     length, lowercase = _read_transformer(directory / first[1])
-    return EmbeddingSettings(Pooling(pooling, normalize=bool(others)), length, lowercase, dimensions=dimensions)
+    layers = tuple(_read_dense(directory, folder) for _, folder in dense)
+    return EmbeddingSettings(pooling, length, lowercase, dimensions=dimensions, dense=layers)
+
+
+def _read_dense(directory: Path, folder: str) -> Dense:
+    config = Fields(str(directory / folder / CONFIG), read_json(directory / folder / CONFIG))
+    for key in config.values.keys() - _DENSE_KEYS:
+        if config.raw(key) not in (None, False, "sentence_embedding"):
+            raise config.refuse(key, "is not supported", fix=f"supported: {', '.join(sorted(_DENSE_KEYS))}")
+    named = config.text("activation_function", "Tanh").rpartition(".")[2].lower()
+    activation = next((known for known in DENSE_ACTIVATIONS if known == named), None)
+    if activation is None:
+        raise config.refuse(
+            "activation_function", f"{named!r} is not supported", fix=f"supported: {', '.join(DENSE_ACTIVATIONS)}"
+        )
+    sizes = (config.integer("in_features", least=1), config.integer("out_features", least=1))
+    return Dense(folder, *sizes, config.flag("bias", True), activation)
+
+
+def _read_head_pooling(directory: Path) -> Pooling:
+    """Return the pooling in front of a classifier's head: the first token, or the mean if config.json says so."""
+    config = Fields(str(directory / CONFIG), read_json(directory / CONFIG))
+    named = config.text("classifier_pooling", "cls")
+    if named not in ("cls", "mean"):
+        raise config.refuse("classifier_pooling", f"{named!r} is not supported", fix="supported: cls, mean")
+    return Pooling("mean" if named == "mean" else "cls")
 
 
 def _read_dimensions(directory: Path) -> tuple[int, ...] | None:

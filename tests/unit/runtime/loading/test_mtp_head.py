@@ -1,0 +1,138 @@
+"""Multi-token-prediction heads in the files of their models: found, planned for, loaded, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers")
+
+from family_models import FamilyCase
+from mtp_heads import MtpCase
+from quire.config.arguments import EngineArguments
+from quire.config.speculation import MTP_NAMES
+from quire.runtime.loading.files import ModelFiles, files_at
+from quire.runtime.loading.hf.mtp import has_head
+from quire.runtime.loading.model_config import read_model_config
+from quire.serving.assembly import plan_engine
+from quire.types.errors import ConfigError, ModelLoadError
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams, TokenRules
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found: Path = tmp_path_factory.mktemp("model") / "deepseek"
+    MtpCase(FamilyCase("deepseek_v3", found)).save()
+    return found
+
+
+def arguments(**changes: Any) -> EngineArguments:
+    return EngineArguments(
+        **{"dtype": "float32", "threads": 1, "kv_cache_memory": "4MiB", "max_model_len": 256, **changes}
+    )
+
+
+def answers(files: ModelFiles, speculative: dict[str, Any] | None) -> tuple[list[int], int]:
+    """What an engine made of files says after three tokens, and how many tokens it drafted."""
+    core = plan_engine(files, arguments(speculative_config=speculative)).build("auto", lambda *_: None)
+    try:
+        core.submit(Submit("a", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=20), TokenRules()))
+        found: list[int] = []
+        while core.has_work:
+            found += core.step().token_ids.tolist()
+        return found, core.stats().drafted_tokens
+    finally:
+        core.close()
+
+
+def test_an_engine_drafts_with_the_head_of_its_model_and_says_the_same(folder: Path) -> None:
+    files = files_at(folder)
+    drafted, num_drafted = answers(files, {"method": "deepseek_mtp", "num_speculative_tokens": 2})
+    assert (drafted, 0) == answers(files, None)
+    assert num_drafted > 0
+
+
+def test_the_memory_plan_counts_the_layer_of_the_head_and_a_hidden_state_of_each_token(folder: Path) -> None:
+    files = files_at(folder)
+    plain = plan_engine(files, arguments())
+    drafting = plan_engine(files, arguments(speculative_config={"method": "mtp"}))
+    speculation = drafting.config.speculation
+    assert speculation is not None
+    assert (speculation.method, speculation.num_tokens) == ("mtp", 3)
+    head = speculation.draft
+    assert head is not None
+    assert head.num_layers == 1
+    assert drafting.memory.draft > 4 * head.num_parameters
+    own = 32 + 8 + 64  # numbers of the head's latent and of a hidden state, for each token
+    assert drafting.memory.block_bytes == plain.memory.block_bytes + 16 * own * 4
+
+
+def test_a_head_has_no_embeddings_no_output_head_and_no_dense_layer_of_its_own(folder: Path) -> None:
+    files = ModelFiles("model", folder, "hf", is_head=True)
+    head, target = read_model_config(files), read_model_config(files_at(folder))
+    assert head.mtp is not None
+    assert head.mtp.prefix == "model.layers.3."
+    assert head.experts is not None
+    assert target.experts is not None
+    assert (head.experts.dense_layers, target.experts.dense_layers) == ((), (0,))
+    assert head.num_parameters < target.num_parameters / 2
+
+
+def test_all_names_of_the_method_mean_the_models_own_head() -> None:
+    from quire.config.speculation import read_speculation
+
+    for name in ("mtp", *MTP_NAMES):
+        found = read_speculation({"method": name})
+        assert found is not None
+        assert found.method == "mtp"
+    with pytest.raises(ConfigError, match="model: has no meaning with method 'mtp'"):
+        read_speculation({"method": "mtp", "model": "other"})
+
+
+def test_a_checkpoint_without_the_tensors_of_a_head_is_refused_by_their_prefix(folder: Path, tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((folder / file).read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: each for name, each in tensors.items() if ".3." not in name}, tmp_path / "model.safetensors")
+    assert has_head(folder, read_model_config(files_at(folder)))
+    assert not has_head(tmp_path, read_model_config(files_at(tmp_path)))
+    with pytest.raises(ConfigError, match=r"method: .*have no tensor model\.layers\.3\.\*"):
+        plan_engine(files_at(tmp_path), arguments(speculative_config={"method": "mtp"}))
+
+
+def test_a_damaged_head_is_refused_by_the_tensor_that_is_missing(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.3.eh_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="eh_proj"):
+        answers(files_at(tmp_path), {"method": "mtp"})
+
+
+def test_models_whose_heads_are_not_known_are_refused_by_family(tmp_path: Path) -> None:
+    case = FamilyCase("llama", tmp_path)
+    assert case.model is not None
+    with pytest.raises(ConfigError, match=r"llama models have none that is supported.*deepseek_v3"):
+        plan_engine(files_at(tmp_path), arguments(speculative_config={"method": "mtp"}))
+
+
+def test_a_qwen_within_a_model_for_images_drafts_with_its_head(tmp_path: Path) -> None:
+    case = MtpCase(FamilyCase("qwen3_5_text", tmp_path))
+    case.save()
+    told = json.loads((tmp_path / "config.json").read_text())
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": told}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"tie_word_embeddings": told["tie_word_embeddings"]}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        name if name.startswith("mtp.") else f"model.language_model.{name.removeprefix('model.')}": each
+        for name, each in tensors.items()
+    }
+    save_file(renamed, tmp_path / "model.safetensors")
+    drafted, num_drafted = answers(files_at(tmp_path), {"method": "qwen3_5_mtp"})
+    assert (drafted, 0) == answers(files_at(tmp_path), None)
+    assert num_drafted > 0
