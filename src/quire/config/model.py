@@ -136,6 +136,7 @@ class Encoder:
     num_labels: int = 0  # 0: no head
     head_activation: str = "tanh"  # between the two linear layers of the head
     has_positions: bool = True  # False: positions are rotary
+    embedding_size: int = 0  # of embeddings, which are projected to the hidden size; 0: they have that size
     norm_bias: bool = True  # of layer norms
     head_bias: bool = True  # of the first layer of the head
 
