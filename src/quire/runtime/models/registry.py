@@ -42,7 +42,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "mistral": Entry("decoder", "MISTRAL", ("MistralForCausalLM",)),
     "ministral": Entry("mistral", "MINISTRAL", ("MinistralForCausalLM",)),
     "ministral3": Entry("mistral", "MINISTRAL3", ("Ministral3ForCausalLM",)),
-    "mistral3": Entry("mistral", "MISTRAL3", ("Mistral3ForConditionalGeneration",)),
+    "mistral3": Entry("pixtral", "MISTRAL3", ("Mistral3ForConditionalGeneration",)),
     "mixtral": Entry("mixture", "MIXTRAL", ("MixtralForCausalLM",), in_gguf=True, gguf_name="llama", gguf_mixture=True),
     "qwen2": Entry("decoder", "QWEN2", ("Qwen2ForCausalLM",), in_gguf=True),
     "mimo": Entry("decoder", "MIMO", ("MiMoForCausalLM",)),
