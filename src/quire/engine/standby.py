@@ -75,6 +75,7 @@ class Standby:
         self._naps = False  # asleep because it was idle; the next request wakes it up
         self._num_updates = 0
         self.state = AWAKE
+        self.is_active = False  # a command is under way, or the engine is not as usual: then ask the methods below
 
     # ------------------------------------------------------------------------------------------ what the core asks
     @property
@@ -101,6 +102,7 @@ class Standby:
                 self._wake(TAGS)
             except QuireError as error:
                 raise InvalidRequest("engine", f"could not wake up: {error}", "try again later") from None
+            self.is_active = bool(self._orders)
         if (refusal := self.state.refusal) is not None:
             raise refusal
 
@@ -120,6 +122,7 @@ class Standby:
             done(error)
             return
         self._orders.append(_Order(command, done, ended, is_all))
+        self.is_active = True
         self.advance()
 
     def advance(self) -> None:
@@ -135,6 +138,8 @@ class Standby:
                 result = error
             finally:
                 self._orders.popleft()
+                state = self.state
+                self.is_active = bool(self._orders or state.is_paused or state.asleep) or not state.has_weights
             order.done(result)
 
     def nap(self) -> None:
