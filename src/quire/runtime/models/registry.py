@@ -20,6 +20,10 @@ DECODERS: tuple[Kind, ...] = ("decoder", "decoder classifier", "decoder embedder
 
 
 MTP = "-mtp"  # ends the name of an MTP head's family; the rest is that of its target
+WITH_MTP = frozenset({  # families whose checkpoints may have such a head: see mtp.py
+    "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next", "qwen3_5_text",
+    "qwen3_5_moe_text", "mimo", "ernie4_5_moe",
+})  # fmt: skip
 
 
 class Entry(NamedTuple):
