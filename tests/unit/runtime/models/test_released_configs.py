@@ -54,7 +54,8 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     if kinds is None:  # one kind of layers, with a window if the model has one
         has_window = window is not None and getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention" if has_window else "full_attention"] * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    sizes = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+    return tuple(map(sizes.get, kinds))
 
 
 def key_heads_of(config: Any) -> int:
