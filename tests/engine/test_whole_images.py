@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,4 +116,39 @@ def test_a_branch_that_ends_with_an_image_computes_all_of_it(case: Case) -> None
     made.core.submit(replace(request("branch", ends), source=source))
     made.run()
     assert list(made.finished["branch"].samples[0].token_ids) == case.expected(ends)
+    assert cut_images(made) == []
+
+
+def steps_until_finished(made: TinyEngine, name: str, each: Callable[[int], None]) -> int:
+    """Step until a request has finished. `each` is called before each step. Fails after 40 steps."""
+    for step in range(40):
+        each(step)
+        out = made.core.step()
+        made.core.check()
+        if any(message.request_id == name for message in out.finished):
+            return step
+    raise AssertionError(f"{name!r} has not finished after 40 steps")
+
+
+def test_a_stream_of_short_prompts_does_not_keep_an_image_waiting(case: Case) -> None:
+    made = case.engine(budget=20, rows=4)
+
+    def submit_short(step: int) -> None:
+        for number in range(3):
+            made.core.submit(request(f"{step} {number}", prompt_of([4, 17, number + 3, step + 3]), max_tokens=1))
+        if not step:
+            made.core.submit(request("image", ONE, max_tokens=1))
+
+    assert steps_until_finished(made, "image", submit_short) < 6
+    assert cut_images(made) == []
+
+
+def test_a_policy_that_bounds_steps_while_others_decode_does_not_keep_an_image_waiting(case: Case) -> None:
+    made = case.engine(budget=20, rows=4)
+    policy: Any = made.core._scheduler.policy
+    policy.budget = lambda limit, view: min(limit, view.num_decoding + 4)
+    made.core.submit(request("text", TEXT, max_tokens=100))
+    made.core.step()
+    made.core.submit(request("image", ONE, max_tokens=1))
+    assert steps_until_finished(made, "image", lambda _: None) < 6
     assert cut_images(made) == []

@@ -18,6 +18,7 @@ from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.types.errors import ModelLoadError
 from tiny_models import DEVICE
+from worker_executor import TinyEngine
 
 transformers = pytest.importorskip("transformers")
 SMALL = SIZES | {
@@ -129,3 +130,25 @@ def test_what_would_change_the_output_is_refused(tmp_path: Path, config: Any, ke
     change_config(hf_checkpoint(tmp_path, config()), **{key: value})
     with pytest.raises(ModelLoadError, match="n_group" if key == "topk_group" else key):
         open_checkpoint(files_at(tmp_path))
+
+
+@pytest.mark.skipif(REFUSAL is not None or DEVICE != "cpu", reason=str(REFUSAL or "runs on a CPU"))
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float8"])
+def test_a_crowd_gets_the_logprobs_of_lone_requests_to_the_bit(kv_dtype: str, tensor: int, tmp_path: Path) -> None:
+    """Whatever shares the batch, and however prompts are cut: a last bit would be enough for another float8 value."""
+    checkpoint = open_checkpoint(files_at(hf_checkpoint(tmp_path, v3(q_lora_rank=10))))
+    generator = torch.Generator().manual_seed(11)
+    prompts = [torch.randint(3, SIZES["vocab_size"], (4 + 7 * i,), generator=generator).tolist() for i in range(6)]
+    given: dict[str, Any] = {"max_tokens": 20, "temperature": 0.8, "seed": 5, "logprobs": 0}
+    crowd = TinyEngine(checkpoint, tensor=tensor, kv_dtype=kv_dtype, block_size=3, budget=11)
+    lone = TinyEngine(checkpoint, tensor=tensor, kv_dtype=kv_dtype, block_size=16)
+    for i, prompt in enumerate(prompts):
+        crowd.submit(f"{i}", prompt, **given)
+    crowd.run()
+    for i, prompt in enumerate(prompts):
+        lone.submit(f"{i}", prompt, **given)
+        lone.run()
+        (found,), (expected,) = crowd.finished[f"{i}"].samples, lone.finished[f"{i}"].samples
+        assert found.token_ids == expected.token_ids
+        assert found.cumulative_logprob == expected.cumulative_logprob

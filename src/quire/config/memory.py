@@ -329,8 +329,6 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     value_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
     widest = scheduler.max_num_batched_tokens * widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"])
     attention = _attention(config, facts)
-    if attention == "native" and model.latent is not None and config.device.kv_dtype == "float8":
-        attention = "gather"  # no compiled kernel reads latents in float8
     if attention == "native" and config.device.dtype == "float16":
         attention = "gather"  # keys and values are converted to float32 before the kernels read them
     if attention == "triton":

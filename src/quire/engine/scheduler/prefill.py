@@ -35,6 +35,7 @@ class Prefill:
         self._stopped_step, self._stopped_for = -1, ""  # the last plan in which admission stopped, and why
         self._blocked: Group | None = None  # the group for which there were too few free blocks
         self._blocked_at = 0, 0, 0  # the result of `_room` at that time
+        self.passed_over: dict[Group, None] = {}  # their next image was too large for what was left of the last step
 
     def __bool__(self) -> bool:
         """Whether running groups of the current micro-batch still owe known tokens."""
@@ -50,21 +51,26 @@ class Prefill:
     def remove(self, group: Group) -> None:
         """Forget a group that ended or was preempted. Idempotent."""
         self._owing.pop(group, None)
+        self.passed_over.pop(group, None)
 
     def plan(self, builder: PlanBuilder) -> None:
         """Plan the tokens that running groups owe, then admit waiting groups."""
         scheduler = self._scheduler
         self._resume_waiting()
         if self._owing and (owing := self._owing_here()):
-            held = 0
+            held, urgent = 0, self.passed_over
+            self.passed_over = {}
             builder.prompts.update(owing)
-            if scheduler.waiting.num_ready and self._choose_or_defer(builder)[0] is not None:
+            if not urgent and scheduler.waiting.num_ready and self._choose_or_defer(builder)[0] is not None:
                 first = scheduler.policy.likely_next(scheduler, min(scheduler.rows.num_free, _LOOK_AHEAD))
                 held = tokens_for_waiting(
                     builder.budget, owing, first, scheduler.policy.overtakes, scheduler.num_cached
                 )
             builder.budget -= held
-            for group in sorted(owing, key=scheduler.policy.key):
+            ordered = sorted(owing, key=scheduler.policy.key)
+            if urgent:
+                ordered = [*urgent, *(group for group in ordered if group not in urgent)]
+            for group in ordered:
                 if group.is_running and builder.budget > 0:
                     self._compute_owed(builder, group)
             builder.budget += held
@@ -116,6 +122,8 @@ class Prefill:
         if group.request.images:
             if group.has_whole_images:
                 count = _to_edge(group.request.images, start, count, builder.budget)
+                if not count:
+                    self.passed_over[group] = None
             count = self._encode_images(builder, sequence, start, count)
             if not count:
                 return True  # its next image waits for a later step

@@ -196,7 +196,8 @@ class Scheduler:
         if self.paced.draining:
             self.resume_drained()
             self._serve_events(builder)
-        builder.budget = self.policy.budget(self._budget, self) - len(self.ahead)
+        budget = self._budget if self.prefill.passed_over else self.policy.budget(self._budget, self)
+        builder.budget = budget - len(self.ahead)
         if self.paced.due:
             self._plan_due(builder)
 

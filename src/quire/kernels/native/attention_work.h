@@ -23,6 +23,7 @@ struct Shape {
     int64_t group() const { return query_heads / kv_heads; }
     int64_t width() const { return padded(dim); }              // dim, padded with zeros
     int64_t value_width() const { return padded(value_dim); }  // the same of values
+    bool is_latent() const { return value_dim < dim; }
     HeadFormat format() const { return {stored, dim}; }
     int64_t block_tokens() const { return std::max<int64_t>(1, BLOCK_ROWS / group()); }
 };

@@ -7,11 +7,12 @@
 
 namespace {
 
-// How a cache stores values: AS_ROWS (in the activations' dtype) or quantized.
-enum Stored : int64_t { AS_ROWS, INT8, FLOAT8, INT4 };
+// How a cache stores values: AS_ROWS (in the activations' dtype) or quantized. FLOAT8_LATENT has no scales.
+enum Stored : int64_t { AS_ROWS, INT8, FLOAT8, INT4, FLOAT8_LATENT };
 
 constexpr int64_t INT4_GROUP = 32;  // elements of a head that share a scale and an offset, or gcd(dim, 32)
 constexpr float LARGEST_HALF = 65504.0f;
+constexpr float LARGEST_FLOAT8 = 448.0f;
 constexpr float LEAST_MAGNITUDE = 1e-12f;  // lower bound of a head's largest magnitude
 
 inline int64_t common_divisor(int64_t a, int64_t b) {
@@ -24,7 +25,7 @@ struct HeadFormat {
     int64_t stored, dim;
     int64_t group() const { return stored == INT4 ? common_divisor(dim, INT4_GROUP) : dim; }
     int64_t number_bytes() const { return stored == INT4 ? dim / 2 : dim; }
-    int64_t scale_bytes() const { return 4 * (dim / group()); }
+    int64_t scale_bytes() const { return stored == FLOAT8_LATENT ? 0 : 4 * (dim / group()); }
 };
 
 // Scalar float16 to float32.
@@ -67,7 +68,8 @@ inline uint8_t float_to_e4m3(float x) {  // |x| up to 448, round to nearest even
     return sign | static_cast<uint8_t>((bits >> 20) - ((127 - 7) << 3));
 }
 
-inline float e4m3_to_float(uint8_t code) {  // for finite values: NaN is encoded in the scale
+// For finite values: with scales, NaN is encoded in the scale.
+inline float e4m3_to_float(uint8_t code) {
     const uint32_t bits = (static_cast<uint32_t>(code & 0x80u) << 24) | (static_cast<uint32_t>(code & 0x7Fu) << 20);
     float x;
     std::memcpy(&x, &bits, 4);
@@ -83,7 +85,7 @@ inline void quantize_by_head(const float* x, const HeadFormat& format, uint8_t* 
         fits &= size <= 3.402823466e38f;  // false for infinity or NaN
         most = std::max(most, size);
     }
-    const float limit = format.stored == INT8 ? 127.0f : 448.0f;
+    const float limit = format.stored == INT8 ? 127.0f : LARGEST_FLOAT8;
     most = fits ? std::max(most, LEAST_MAGNITUDE) : NAN;
     const float scale = most / limit, inverse = limit / most;
     std::memcpy(scales, &scale, 4);
@@ -96,6 +98,12 @@ inline void quantize_by_head(const float* x, const HeadFormat& format, uint8_t* 
         numbers[i] = format.stored == INT8 ? static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(scaled)))
                                            : float_to_e4m3(scaled);
     }
+}
+
+// Round a latent x [dim] to float8. Values beyond its range become NaN, so that their request fails.
+inline void round_latent(const float* x, const HeadFormat& format, uint8_t* numbers) {
+    for (int64_t i = 0; i < format.dim; ++i)
+        numbers[i] = std::fabs(x[i]) <= LARGEST_FLOAT8 ? float_to_e4m3(x[i]) : uint8_t{0x7F};
 }
 
 // Quantize one head x [dim] to int4, with a float16 scale and offset per group, two elements per byte.
@@ -135,8 +143,10 @@ void write_quantized(const T* x, int64_t stride, uint8_t* cache, const int64_t* 
             const int64_t slot = slots[row * heads + head], place = slot % block_size;
             uint8_t* base = cache + slot / block_size * head_bytes;
             uint8_t* scales = base + block_size * format.number_bytes() + place * format.scale_bytes();
-            if (format.stored == INT4) quantize_by_group(wide.data(), format, base + place * format.number_bytes(), scales);
-            else quantize_by_head(wide.data(), format, base + place * format.number_bytes(), scales);
+            uint8_t* numbers = base + place * format.number_bytes();
+            if (format.stored == INT4) quantize_by_group(wide.data(), format, numbers, scales);
+            else if (format.stored == FLOAT8_LATENT) round_latent(wide.data(), format, numbers);
+            else quantize_by_head(wide.data(), format, numbers, scales);
         }
     });
 }
@@ -155,6 +165,11 @@ inline void read_quantized(const uint8_t* numbers, const uint8_t* scales, const 
                 to[begin + 2 * i + 1] = static_cast<float>(from[i] >> 4) * scale + offset;
             }
         }
+        return;
+    }
+    if (format.stored == FLOAT8_LATENT) {
+        for (int64_t i = 0; i < format.dim; ++i)
+            to[i] = (numbers[i] & 0x7F) == 0x7F ? NAN : e4m3_to_float(numbers[i]);
         return;
     }
     float scale;

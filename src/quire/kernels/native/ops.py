@@ -20,6 +20,7 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 # How a cache stores values, see cache_quantize.h; 0: in the dtype of the activations. uint8 stands for int4, two values
 # per byte.
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
+FLOAT8_LATENT = 4  # float8 without scales
 ROW_INPUTS = 16  # `multiply_rows` requires inputs to be a multiple of this
 INT8_GROUP = 32  # inputs of a row that share a scale, see int8_panels.h
 WIDE_GROUP = 128  # inputs that share a scale in wide formats
@@ -135,26 +136,25 @@ def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     )  # fmt: skip
 
 
-def write_quantized(key: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Quantize key [rows, heads, dim] and write it to slots [rows * heads] of a cache with scales [blocks, heads,
-    block, dim or dim / 2], where each head of a block is followed by its scales."""
+def write_quantized(key: Tensor, cache: Tensor, slots: Tensor, *, is_latent: bool = False) -> None:
+    """Quantize key [rows, heads, dim] and write it to slots [rows * heads] of a cache [blocks, heads, block, dim or dim
+    / 2], where each head of a block is followed by its scales. float8 latents have none."""
     rows, heads, dim = key.shape
     _check(key.stride(1) == dim and slots.dtype == torch.int64 and slots.is_contiguous() and len(slots) == rows * heads)
     _check(cache.shape[3] == (dim // 2 if cache.dtype == torch.uint8 else dim) and cache[0, 0].is_contiguous())
     open_library().quire_write_quantized(
-        TYPES[key.dtype], STORED[cache.dtype], key.data_ptr(), key.stride(0), cache.data_ptr(), slots.data_ptr(), rows,
-        heads, dim, cache.shape[2], cache.stride(1),
+        TYPES[key.dtype], FLOAT8_LATENT if is_latent else STORED[cache.dtype], key.data_ptr(), key.stride(0),
+        cache.data_ptr(), slots.data_ptr(), rows, heads, dim, cache.shape[2], cache.stride(1),
     )  # fmt: skip
 
 
-def scaled_fields(cache: Tensor | None) -> dict[str, Any]:
+def quantized_fields(cache: Tensor | None, latent: int = 0) -> dict[str, Any]:
     """Return the operation fields that describe a quantized cache, from a layer's keys; empty for None (not
-    quantized)."""
-    return (
-        {}
-        if cache is None
-        else {"block_size": cache.shape[2], "stored": STORED[cache.dtype], "head_bytes": cache.stride(1)}
-    )
+    quantized). latent: elements of a key that are its value, see `Program.attend`."""
+    if cache is None:
+        return {}
+    stored = FLOAT8_LATENT if latent else STORED[cache.dtype]
+    return {"block_size": cache.shape[2], "stored": stored, "head_bytes": cache.stride(1)}
 
 
 def paged_attention(
@@ -166,15 +166,16 @@ def paged_attention(
     4] int64 together cover all tokens: first token, number of tokens, number of keys that the first one sees, and the
     start of its block table in `tables`, int64. With latent attention (MLA), the value is the first elements of the
     key, in the same memory. A cache whose dtype differs from the query's is quantized, with scales behind each head of
-    a block.
+    a block, but for float8 latents, which have none.
     """
     tokens, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
-    stored = STORED.get(keys.dtype, 0)
+    is_latent = values.shape[3] < keys.shape[3]
+    stored = FLOAT8_LATENT if is_latent and keys.dtype == torch.float8_e4m3fn else STORED.get(keys.dtype, 0)
     _check(keys.dtype == values.dtype and query.stride(1) == dim and (stored > 0 or query.dtype == keys.dtype))
-    value_dim = dim if stored else values.shape[3]
+    value_dim = values.shape[3] if is_latent else dim
     apart = values[0, 0].is_contiguous() and values.stride() == keys.stride()
-    _check(apart if value_dim == dim else values.data_ptr() == keys.data_ptr() and value_dim < dim)
+    _check(values.data_ptr() == keys.data_ptr() if is_latent else apart)
     _check(keys[0, 0].is_contiguous() if stored else keys[0].is_contiguous())
     _check(keys.stride(0) % keys.stride(1) == 0)
     _check(tables.is_contiguous() and spans.is_contiguous())

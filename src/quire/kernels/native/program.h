@@ -171,7 +171,7 @@ template <typename T> struct Interpreter {
                                 format, op.block_size, op.head_bytes);
             };
             put_side(keys, run.keys[op.layer]);
-            put_side(values, run.values[op.layer]);
+            if (values != nullptr) put_side(values, run.values[op.layer]);
             return;
         }
         write_cache(keys, width(op.x), values, width(op.x), static_cast<T*>(run.keys[op.layer]),

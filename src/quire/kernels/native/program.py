@@ -21,7 +21,7 @@ from quire.kernels.mamba import GatedNorm, MambaWeights
 from quire.kernels.native.buffers import lay_out_buffers
 from quire.kernels.native.entries import Call
 from quire.kernels.native.low_rank import LowRankSlots
-from quire.kernels.native.ops import ACTIVATIONS, doubles, scaled_fields
+from quire.kernels.native.ops import ACTIVATIONS, doubles, quantized_fields
 from quire.kernels.native.program_run import STREAM, Program
 from quire.kernels.native.shared_ranks import SharedRanks
 from quire.kernels.native.structures import CConvolution, CDelta, CMamba, COperation
@@ -134,7 +134,7 @@ class ProgramWriter:
         """Write keys, then values, which start at `column` of each row, into the cache of a layer. place: the layer and
         its block table. latent: see `attend`. cache: the layer's keys if the cache is quantized."""
         at: dict[str, Any] = {"column": column, "layer": place[0], "table": place[1]}
-        self._add(WRITE, x.buffer, groups=kv_heads, size=dim, latent=latent, **at, **scaled_fields(cache))
+        self._add(WRITE, x.buffer, groups=kv_heads, size=dim, latent=latent, **at, **quantized_fields(cache, latent))
 
     def attend(
         self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block: tuple[int, int],
@@ -147,7 +147,7 @@ class ProgramWriter:
         self._add(
             ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, number=rule.scale,
             cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks, table=table, latent=latent,
-            block_heads=block[1], **{"block_size": block[0], **scaled_fields(cache)},
+            block_heads=block[1], **{"block_size": block[0], **quantized_fields(cache, latent)},
         )  # fmt: skip
         return out
 

@@ -74,12 +74,12 @@ class HalfPart:
 @dataclass(frozen=True, slots=True)
 class HalfPlan:
     whole: NativePlan
-    parts: tuple[HalfPart, ...]  # empty if the cache has scales
+    parts: tuple[HalfPart, ...]  # empty if the cache is quantized
 
 
 class HalfAttention:
     """Implements BatchBackend on CPUs for float16, which the compiled kernels do not support: queries, and the blocks
-    that a step reads, are widened to float32, some megabytes at a time. A cache with scales is read in place."""
+    that a step reads, are widened to float32, some megabytes at a time. A quantized cache is read in place."""
 
     kernels: Kernels = "torch"
 
@@ -91,7 +91,7 @@ class HalfAttention:
 
     def prepare(self, batch: AttentionBatch) -> HalfPlan:
         whole = self._wide.prepare(batch)
-        if batch.cache.key_scales is not None:
+        if batch.cache.rounds:
             return HalfPlan(whole, ())
         most = max(1, WIDENED_BYTES // (4 * batch.cache.key[0].numel()))  # blocks
         spans = whole.spans.numpy()

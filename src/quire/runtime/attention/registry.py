@@ -69,7 +69,7 @@ def _why_not_triton(placement: Placement, kinds: tuple[Heads, ...], block_size: 
 
 
 def _why_not_native(placement: Placement, heads: Heads, kv_dtype: torch.dtype | None) -> str | None:
-    known = (placement.dtype,) if heads.latent is not None else (placement.dtype, *SCALED)
+    known = (placement.dtype, *((torch.float8_e4m3fn,) if heads.latent is not None else SCALED))
     if kv_dtype is not None and kv_dtype not in known:
         return f"its kernels do not support a KV cache of {str(kv_dtype).removeprefix('torch.')} for this model"
     dtype = torch.float32 if placement.dtype == torch.float16 else placement.dtype  # float16 is widened to float32

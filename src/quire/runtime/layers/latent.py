@@ -132,12 +132,15 @@ class LatentAttention(nn.Module):
         """Append the operations to the program that is being traced."""
         heads, latent, writer, cache = self._heads, self._latent, query.writer, step.caches[self._layer]
         column, place = latents.width - heads.dim, (self._layer, cache.table)
+        quantized = cache.key if cache.rounds else None
         norm.of_part(latents, column)
         writer.rotate(latents, self.rotary, 1, latent.rope_dim, column=column + latent.rank)
         writer.rotate(query, self.rotary, heads.num_query, latent.query_dim, column=latent.nope_dim)
         if self.query_scale is not None:
             parts = heads.num_query * latent.query_dim // latent.scaled_dim
             writer.rotate(query, self.query_scale, parts, latent.scaled_dim)
-        writer.write(latents, place, column, 1, heads.dim, latent=latent.rank)
+        writer.write(latents, place, column, 1, heads.dim, latent=latent.rank, cache=quantized)
         sizes = (heads.num_query, 1, heads.dim)
-        return writer.attend(to_latents(query), place, sizes, (cache.key.shape[2], 1), self.rule, latent=latent.rank)
+        return writer.attend(
+            to_latents(query), place, sizes, (cache.key.shape[2], 1), self.rule, latent=latent.rank, cache=quantized
+        )

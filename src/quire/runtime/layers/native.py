@@ -76,6 +76,8 @@ class NativeOps(TorchOps):
         if value is not None and cache.key_scales is not None:
             ops.write_quantized(key, cache.key, slots)
             ops.write_quantized(value, cache.value, slots)
+        elif value is None and cache.rounds:
+            ops.write_quantized(key, cache.key, slots, is_latent=True)
         elif value is not None and key.dtype == cache.key.dtype:
             ops.write_cache(key, value, cache.key, cache.value, slots)
         else:

@@ -244,10 +244,49 @@ def test_a_nan_key_is_not_lost_if_it_is_alone_in_its_piece(name: str, bad: float
     assert found[1].isfinite().all()
 
 
-def test_a_latent_beyond_the_range_of_float8_becomes_nan() -> None:
-    cache = LayerCache.of_latents(torch.zeros(2, 1, BLOCK, 8).to(torch.float8_e4m3fn), 6)
+def latents(dim: int, rank: int) -> LayerCache:
+    return LayerCache.of_latents(torch.zeros(BLOCKS, 1, BLOCK, dim).to(torch.float8_e4m3fn), rank)
+
+
+@pytest.mark.parametrize("by", ["torch", pytest.param("native", marks=needs_native)])
+def test_a_latent_beyond_the_range_of_float8_becomes_nan(by: str) -> None:
+    from quire.runtime.layers.native import NativeOps
+
+    cache = latents(8, 6)
     latent = torch.full((2, 1, 8), 448.0)
-    latent[1, 0, 2] = 500.0
-    cache.write(latent, None, torch.tensor([0, 1]))
+    latent[1, 0, 2], latent[1, 0, 4] = 500.0, float("nan")
+    (TorchOps() if by == "torch" else NativeOps()).write(latent, None, cache, torch.tensor([0, 1]))
     assert torch.equal(cache.key[0, 0, 0].float(), latent[0, 0])
-    assert cache.key[0, 0, 1].float().isnan().tolist() == [place == 2 for place in range(8)]
+    assert cache.key[0, 0, 1].float().isnan().tolist() == [place in (2, 4) for place in range(8)]
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "rank"), [(40, 32), (27, 13)])
+def test_the_compiled_kernels_attend_to_float8_latents_as_the_reference_does(
+    dtype: torch.dtype, dim: int, rank: int
+) -> None:
+    """Two decode rows that share their first block, and a chunk of 6 tokens behind 5. A row with NaN fails alone."""
+    from quire.runtime.attention.native import HalfAttention, NativeAttention
+    from quire.runtime.layers.native import NativeOps
+
+    generator, found, wanted = torch.Generator().manual_seed(7), latents(dim, rank), latents(dim, rank)
+    write = TorchOps().write if dtype == torch.float16 else NativeOps().write
+    for block_ids, count in (([8, 1, 4], 11), ([8, 6], 7), ([2, 5, 7], 11)):
+        key = (torch.randn(count, 1, dim, generator=generator) * torch.logspace(-4, 2, count)[:, None, None]).to(dtype)
+        key[6, 0, 1] = float("nan") if 6 in block_ids else 1.0
+        TorchOps().write(key, None, wanted, slots_of(wanted, block_ids, count))
+        write(key, None, found, slots_of(found, block_ids, count))
+    assert (found.key_blocks == wanted.key_blocks).float().mean() > 0.99  # a NaN has many forms
+    chunk = ChunkSpan(begin=2, start=5, num_tokens=6, block_ids=torch.tensor([2, 5, 7]))
+    lengths, tables = torch.tensor([11, 7]).numpy(), torch.tensor([[8, 1, 4], [8, 6, 8]])
+    batch = AttentionBatch(lengths, tables, (chunk,), BLOCK, found)
+    query = torch.randn(8, 4, dim, generator=generator).to(dtype) * 0.1
+    own = torch.zeros(8, 1, dim)
+    expected = ReferenceAttention().attend(query, own, own, wanted, ReferenceAttention().prepare(batch), RULES[0])
+    backend = HalfAttention() if dtype == torch.float16 else NativeAttention()
+    given = backend.attend(query, own, own, found, backend.prepare(batch), RULES[0])  # type: ignore[arg-type]
+    assert given[1].isnan().any()
+    others = [0, 2, 3, 4, 5, 6, 7]
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(given[others], expected[others], atol=tolerance, rtol=tolerance)
