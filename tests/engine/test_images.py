@@ -14,10 +14,13 @@ from quire.config.vision import ImageLimits
 from quire.engine.speculation.draft_length import DraftLength
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.runtime.models.build import count_weights
+from quire.runtime.models.mtp import head_config
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
 from quire.types.request import Branch, Submit
 from quire.types.sampling import SamplingParams, TokenRules
+from tiny_models import family_checkpoint
 from vision_models import IMAGE, VISION, VisionPrompt, picture, prompt_of, vision_model, vision_reference
 from worker_executor import TinyEngine
 
@@ -179,6 +182,16 @@ def test_drafts_change_nothing(case: Case, method: dict[str, Any]) -> None:
     made = case.engine(method)
     made.proposers.lengths.length = lambda *given, **rest: DraftLength(given[1])  # type: ignore[attr-defined]
     assert answers(made, ONE, TWO) == [case.expected(ONE), case.expected(TWO)]
+
+
+def test_drafts_by_the_models_own_head_change_nothing(tmp_path: Path) -> None:
+    """The head sees the placeholders of images."""
+    case = Case(tmp_path, "qwen3_5")
+    head = family_checkpoint(count_weights(head_config(open_checkpoint(files_at(tmp_path)).config)))
+    made = case.engine({"method": "mtp"}, draft=head)
+    made.proposers.lengths.length = lambda *given, **rest: DraftLength(given[1])  # type: ignore[attr-defined]
+    assert answers(made, ONE, TWO) == [case.expected(ONE), case.expected(TWO)]
+    assert made.core.stats().drafted_tokens > 0
 
 
 def test_a_prompt_with_an_image_can_stay_resident(case: Case) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -15,6 +16,9 @@ from eagle_heads import Draft, record
 from family_models import VOCAB, FamilyCase
 from mtp_heads import METHOD, STORED, MtpCase
 from quire.engine.speculation.draft_length import DraftLength
+from quire.types.decoding import BeamRules
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams, TokenRules
 from worker_executor import TinyEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,3 +104,71 @@ def test_ranks_that_share_a_model_share_its_head(name: str, expert: bool, case_o
     assert made.answers(asked, max_tokens=10) == engine(case, drafts=False).answers(asked, max_tokens=10)
     stats = made.core.stats()
     assert stats.accepted_tokens > 0.9 * stats.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "glm4_moe"])
+def test_prompts_in_chunks_prefix_hits_and_preemption_leave_the_head_what_it_reads(name: str, case_of: Any) -> None:
+    case, asked = case_of(name), prompts(5, 40, seed=4)
+    plain = engine(case, drafts=False).answers(asked, max_tokens=16)
+    made = engine(case, budget=7, rows=4, block_size=4, max_len=100)
+    drafts = record(made)
+    assert made.answers(asked, max_tokens=16) == plain
+    assert made.answers(asked, max_tokens=16) == plain
+    assert made.core.stats().prefix_hits > 0
+    tight = engine(case, num_blocks=28 if name != "qwen3_next" else 44, rows=5, max_len=100)
+    drafts += (tail := record(tight))
+    assert tight.answers(asked, max_tokens=16) == plain
+    assert tight.core.stats().preemptions > 0
+    check(case, drafts[:40] + tail[:40])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text"])
+def test_samples_by_seed_and_forks_are_those_of_plain_decoding(name: str, case_of: Any) -> None:
+    case, asked = case_of(name), prompts(4, 16, seed=7)
+    sampling: dict[str, Any] = {"temperature": 1.0, "n": 2, "seed": 3, "repetition_penalty": 1.2, "max_tokens": 12}
+    for block_size, depth in ((1, 1), (16, 2)):
+        made = engine(case, block_size=block_size, num_blocks=512 // block_size, rows=6, max_len=100, depth=depth)
+        assert made.answers(asked, **sampling) == engine(case, drafts=False).answers(asked, **sampling)
+        assert made.core.stats().drafted_tokens > 0
+        made.executor.worker.check()
+
+
+def test_beams_and_masks_of_grammars_are_those_of_plain_decoding(case_of: Any) -> None:
+    case, prompt = case_of("deepseek_v3"), prompts(1, 20, seed=8)[0]
+    found = []
+    for drafts in (True, False):
+        made = engine(case, drafts=drafts)
+        rules = SamplingParams(temperature=0.0, n=3, max_tokens=10)
+        made.core.submit(Submit("beams", tuple(prompt), rules, TokenRules(), beam=BeamRules(3)))
+        made.submit("some", prompt, allowed_token_ids=tuple(range(3, 40)))
+        made.run()
+        found.append([[sample.token_ids for sample in made.finished[name].samples] for name in ("beams", "some")])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "mimo"])
+def test_the_logits_of_a_draft_are_those_of_the_reference(name: str, case_of: Any) -> None:
+    case, prompt = case_of(name), prompts(1, 20, seed=9)[0]
+    made = engine(case)
+    drafts, logits = record(made), []
+    head: Any = made.executor.worker.drafter._head
+    found = head.head_logits
+    head.head_logits = lambda *given: logits.append(found(*given)) or logits[-1]
+    made.answers([prompt], max_tokens=8)
+    wanted = torch.cat([case.drafts(tokens, len(drafted))[1] for tokens, drafted in drafts])
+    torch.testing.assert_close(torch.cat(logits), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_head_that_is_never_right_rests_and_one_that_always_is_does_not(case_of: Any) -> None:
+    """Where a step costs the same however many tokens it has."""
+    drafted = []
+    for knows in (False, True):
+        case = case_of("glm4_moe", knows=knows)
+        made = engine(case, longest=False)
+        note = made.proposers.note_step
+        made.proposers.note_step = lambda *given, note=note: note(*given[:2], 0.01)  # type: ignore[method-assign]
+        asked = prompts(1, 12, seed=11)
+        assert made.answers(asked, max_tokens=200) == engine(case, drafts=False).answers(asked, max_tokens=200)
+        drafted.append(made.core.stats().drafted_tokens)
+    assert drafted[0] < 60
+    assert drafted[1] > 100

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from family_bench import BACKENDS, PROMPTS, SIZES, change_config, check_parity, hf_checkpoint, hf_model, logits_of
 from family_models import FamilyCase
 from quire.config.model import QUERY_SCALE, Rope
-from quire.runtime.layers.rotary import QueryScale
+from quire.runtime.layers.rotary import Rotaries
 from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
@@ -127,7 +127,8 @@ def test_a_ministral_3_inside_a_model_for_images_scales_its_queries(attention: s
 
 def test_queries_are_scaled_from_the_original_length_on() -> None:
     rope = Rope(kind="yarn", scaling=(("original_max_position_embeddings", 4.0), (QUERY_SCALE, 0.5)), max_position=64)
-    scale = QueryScale(rope, 8, Placement(torch.float32, torch.device("cpu")))
+    scale = Rotaries(Placement(torch.float32, torch.device("cpu"))).query_scale(rope, 8)
+    assert scale is not None
     angles = scale.angles(16)
     wanted = 1 + 0.5 * torch.log(1 + torch.arange(16).div(4, rounding_mode="floor"))
     torch.testing.assert_close(angles[:16, :4], wanted[:, None].expand(-1, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from family_bench import BACKENDS, change_config
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.model_config import read_model_config
 from quire.runtime.models.registry import of_kind
+from quire.runtime.models.rotary_bert import NOMIC_KEYS
 from quire.types.errors import ModelLoadError
 
 pytest.importorskip("transformers")
@@ -96,6 +98,39 @@ def test_modernbert_may_have_biases_and_classify_by_the_mean(pooling: str, tmp_p
             with torch.no_grad():
                 wanted = model(input_ids=torch.tensor([list(TEXTS[number])])).logits[0]
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_nomic_is_read_in_the_spelling_of_its_own_code(tmp_path: Path) -> None:
+    model = hf_encoder("nomic_bert")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    named = {key: config.pop(key) for key in NOMIC_KEYS if key in config} | {"rope_theta": 1000}
+    config.pop("rope_parameters")
+    config |= {NOMIC_KEYS[key]: value for key, value in named.items()} | {"activation_function": "swiglu"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (found,) = hidden_states(load_encoder(tmp_path), TEXTS[:1])
+    torch.testing.assert_close(found, expected_states(model, list(TEXTS[0])), rtol=1e-4, atol=1e-4)
+    change_config(tmp_path, rotary_scaling_factor=2, max_trained_positions=32)
+    assert read_model_config(files_at(tmp_path)).rope.max_position == 32
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("nomic_bert", {"moe_every_n_layers": 2}, "moe_every_n_layers: only 0 is supported"),
+        ("nomic_bert", {"prenorm": True}, "prenorm: only false"),
+        ("nomic_bert", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic is not supported in enc"),
+        ("albert", {"num_hidden_groups": 2}, "num_hidden_groups: is 2, only 1 is supported"),
+        ("mpnet", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets: only 32"),
+    ],
+)
+def test_a_setting_that_only_one_family_has_is_refused(
+    family: str, changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    hf_encoder(family).save_pretrained(tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ModelLoadError, match=words):
+        read_model_config(files_at(tmp_path))
 
 
 def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:

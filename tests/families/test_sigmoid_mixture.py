@@ -143,13 +143,27 @@ def test_llama_4_is_read_as_text(tmp_path: Path) -> None:
     check_parity(tmp_path, attention="auto", model=case.model)
 
 
-def test_a_context_of_llama_4_is_not_limited_where_nothing_changes_in_it(tmp_path: Path) -> None:
-    written("llama4_text", tmp_path, attn_temperature_tuning=False)
-    assert open_checkpoint(files_at(tmp_path)).config.context_limit == ("attention_chunk_size", 128)
-    change_config(tmp_path, attention_chunk_size=None)
-    assert open_checkpoint(files_at(tmp_path)).config.context_limit is None
-    change_config(tmp_path, attn_temperature_tuning=4)  # as the first published files have it
-    assert open_checkpoint(files_at(tmp_path)).config.context_limit == ("floor_scale", 127)
+@pytest.mark.parametrize("attention", ["auto", "reference", "triton"])
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({"attn_temperature_tuning": False}, {"attention_chunk_size": None}),
+        ({"attention_chunk_size": 64}, {"attn_temperature_tuning": False}),
+        ({"attn_scale": 0.5}, {"attn_scale": 0.1}),
+        ({"layer_types": ["chunked_attention"] * 3}, {"layer_types": ["full_attention"] * 3}),
+    ],
+)
+def test_llama_4_sees_its_chunk_and_scales_queries(
+    attention: str, changes: dict[str, Any], least: dict[str, Any], tmp_path: Path
+) -> None:
+    short = {"attention_chunk_size": 8, "floor_scale": 4}
+    case = written("llama4_text", tmp_path, **(short | changes))
+    if "attn_temperature_tuning" not in changes:
+        change_config(tmp_path, attn_temperature_tuning=4)  # as the first published files have it
+    check_parity(tmp_path, attention=attention, model=case.model)
+    change_config(tmp_path, **least)
+    with pytest.raises(AssertionError):
+        check_parity(tmp_path, attention=attention, model=case.model)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +171,6 @@ def test_a_context_of_llama_4_is_not_limited_where_nothing_changes_in_it(tmp_pat
     [
         ("deepseek_v32", "index_topk", 128),
         ("glm_moe_dsa", "index_topk", 128),
-        ("llama4_text", "floor_scale", 127),
     ],
 )
 def test_a_context_is_no_longer_than_attention_is_exact(name: str, key: str, limit: int, tmp_path: Path) -> None:
@@ -201,7 +214,7 @@ def test_a_context_is_no_longer_than_attention_is_exact(name: str, key: str, lim
         ("llama4_text", "num_experts_per_tok", 2),
         ("llama4_text", "moe_layers", 1),
         ("llama4_text", "layer_types", ["sliding_attention"] * 3),
-        ("llama4_text", "floor_scale", 1),
+        ("llama4_text", "floor_scale", 0),
         ("deepseek_v32", "index_topk", 0),
         ("deepseek_v32", "attention_bias", True),
         ("glm4_moe_lite", "scoring_func", "softmax"),

@@ -25,7 +25,7 @@ def plan_for(case: Paged, programs: int = 5, config: SplitConfig | None = None) 
 def attend(case: Paged, rule: AttentionRule, plan: SplitPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     plan = plan_for(case) if plan is None else plan
     query = case.queries(len(case.lengths))
-    fill_split_plan(plan, torch.tensor(case.lengths, device=DEVICE), window=rule.window)
+    fill_split_plan(plan, torch.tensor(case.lengths, device=DEVICE), window=rule.window, chunked=rule.is_chunked)
     out = torch.full(query.shape, UNTOUCHED, dtype=query.dtype, device=DEVICE)
     paged_decode(query, case.key_cache, case.value_cache, case.tables, plan, rule, out=out)
     assert not plan.arrivals.any()
@@ -64,6 +64,8 @@ def test_head_dims_and_block_sizes_match_the_reference(dim: int, block_size: int
     [
         {"window": 21},
         {"window": 1},
+        {"window": 16, "is_chunked": True},
+        {"window": 7, "is_chunked": True},
         {"softcap": 2.0},
         {"sinks": True},
         {"window": 40, "softcap": 5.0, "sinks": True},

@@ -16,6 +16,8 @@ from triton_cases import DEVICE, ON_GPU
 
 Chunks = list[tuple[int, int]]  # position of the first token, tokens
 UNTOUCHED = 7.0
+CHUNKED: dict[str, object] = {"is_chunked": True}
+CAPPED: dict[str, object] = {"softcap": 2.0, "sinks": True}
 LONG = [  # head size, block size
     (64, 16), (64, 8), (80, 16), (80, 8), (80, 256), (96, 16), (96, 8), (96, 64), (96, 256),
     (128, 16), (128, 256), (256, 16), (256, 64),
@@ -78,7 +80,7 @@ def test_blocks_may_have_those_of_other_layers_between_them() -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="one of its kernels is for Hopper GPUs")
-@pytest.mark.parametrize("features", [{}, {"window": 100}, {"window": 1}, {"softcap": 2.0, "sinks": True}])
+@pytest.mark.parametrize("features", [{}, {"window": 100}, {"window": 1}, CHUNKED | {"window": 96}, CAPPED])
 @pytest.mark.parametrize(("dim", "block_size"), LONG)
 def test_many_long_chunks_match_the_reference(dim: int, block_size: int, features: dict[str, object]) -> None:
     """More tiles than a GPU has processors, chunks that end inside blocks, rows that see several tiles of keys."""
@@ -98,7 +100,15 @@ def test_any_number_of_query_heads_shares_a_key_value_head(query: int, kv: int, 
 
 
 @pytest.mark.parametrize(
-    "features", [{"window": 11}, {"window": 1}, {"softcap": 2.0, "sinks": True}, {"window": 40, "sinks": True}]
+    "features",
+    [
+        {"window": 11},
+        {"window": 1},
+        CAPPED,
+        {"window": 40, "sinks": True},
+        CHUNKED | {"window": 16},
+        CHUNKED | {"window": 7},
+    ],
 )
 def test_windows_caps_and_sinks_match_the_reference(features: dict[str, object]) -> None:
     heads = Heads(6, 2, 16)

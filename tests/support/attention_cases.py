@@ -47,7 +47,7 @@ class Paged:
         """What tokens at positions start .. of a sequence must get, in float32."""
         return paged_attention(
             query.float(), self.key_cache, self.value_cache, self.tables[sequence], start, rule.scale,
-            window=rule.window, softcap=rule.softcap, sinks=rule.sinks,
+            window=rule.window, is_chunked=rule.is_chunked, softcap=rule.softcap, sinks=rule.sinks,
             key_scale=rule.key_scale, value_scale=rule.value_scale,
         )  # fmt: skip
 

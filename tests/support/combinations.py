@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def random_combination(seed: int, model: ModelConfig) -> Combination:
     elif kind < 0.35 and is_plain:
         made.others["stages"] = 2
     block_size = rng.choice([1, 2, 3, 4, 5, 8, 16])
+    if model.has_chunks:  # these are whole blocks
+        block_size = gcd(block_size, *(size for size in model.windows if size is not None))
     few = -(-LONGEST // block_size)  # blocks of the longest sequence
     rows = rng.choice([4, 5, 8])
     made.others |= {

@@ -42,6 +42,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 8,
         "num_hidden_layers": 4, "sliding_window_pattern": 3, "use_bidirectional_attention": True,
     },
+    "nomic_bert": COMMON,
+    "jina_embeddings_v3": COMMON | {"type_vocab_size": 1},
+    "camembert": COMMON | {"pad_token_id": 1},
+    "electra": COMMON | {"embedding_size": 32},
+    "albert": COMMON | {"embedding_size": 32},
+    "mpnet": SIZES,
 }  # fmt: skip
 NO_HEADS = ("embedding_gemma",)  # families without classifiers, and without masked language models
 HF_NAMES = {"embedding_gemma": "gemma3_text"}  # `model_type`, where it differs

@@ -139,7 +139,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {
         "head_dim": 16, "intermediate_size_mlp": 96, "intermediate_size": 32, "num_local_experts": 4,
-        "no_rope_layers": [1, 0, 1], "moe_layers": [1, 2], "attention_chunk_size": 128, "floor_scale": 128,
+        "no_rope_layers": [1, 0, 1], "moe_layers": [1, 2], "attention_chunk_size": 16, "floor_scale": 8,
     },
     "ministral": {
         "sliding_window": 9, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -284,6 +284,11 @@ class FamilyCase:
     def checkpoint(self) -> Checkpoint:
         assert self.model is not None  # its files are there
         return open_checkpoint(files_at(self.directory))
+
+    @property
+    def odd_block(self) -> int:
+        """A block size that is no power of two, except where chunks must be whole blocks."""
+        return 4 if self.checkpoint().config.has_chunks else 3
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
         return random.Random(seed).choices(range(3, VOCAB), k=length)

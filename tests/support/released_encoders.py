@@ -39,6 +39,10 @@ def modern_bert(name: str, hidden: int, inner: int, layers: int, heads: int, **o
     } | others  # fmt: skip
 
 
+def without_types(*given: Any, **others: Any) -> Settings:
+    return {key: value for key, value in bert(*given, **others).items() if key != "type_vocab_size"}
+
+
 XLM, ONE_LABEL = "xlm-roberta", {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 ENCODERS: dict[str, Settings] = {
     "bert-base-uncased": bert("BertForMaskedLM", 768, 3072, 12, 12),
@@ -65,6 +69,28 @@ ENCODERS: dict[str, Settings] = {
         "model_type": "gemma3_text", "num_attention_heads": 3, "num_hidden_layers": 24, "num_key_value_heads": 1,
         "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000.0, "rope_scaling": None,
         "rope_theta": 1000000.0, "sliding_window": 512, "use_bidirectional_attention": True, "vocab_size": 262144},
+    "nomic-embed-text-v1.5": {
+        "activation_function": "swiglu", "architectures": ["NomicBertModel"], "attn_pdrop": 0.0, "bos_token_id": None,
+        "causal": False, "dense_seq_output": True, "embd_pdrop": 0.0, "eos_token_id": None, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-12, "max_trained_positions": 2048, "mlp_fc1_bias": False, "mlp_fc2_bias": False,
+        "model_type": "nomic_bert", "n_embd": 768, "n_head": 12, "n_inner": 3072, "n_layer": 12, "n_positions": 8192,
+        "pad_vocab_size_multiple": 64, "parallel_block": False, "parallel_block_tied_norm": False, "prenorm": False,
+        "qkv_proj_bias": False, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None, "rotary_scaling_factor": None, "type_vocab_size": 2, "use_cache": True,
+        "use_rms_norm": False, "vocab_size": 30528, "torch_dtype": "float32"},
+    "jina-embeddings-v3-hf": bert("JinaEmbeddingsV3Model", 1024, 4096, 24, 16, 250002, model_type="jina_embeddings_v3",
+                                  type_vocab_size=1, max_position_embeddings=8194, pad_token_id=1, layer_norm_eps=1e-5,
+                                  rope_parameters={"rope_theta": 20000.0, "rope_type": "default"}),
+    "all-mpnet-base-v2": without_types("MPNetForMaskedLM", 768, 3072, 12, 12, 30527, model_type="mpnet", pad_token_id=1,
+                              max_position_embeddings=514, relative_attention_num_buckets=32, layer_norm_eps=1e-5),
+    "camembert-base": roberta("camembert", "CamembertForMaskedLM", 768, 3072, 12, 12, vocab=32005),
+    "electra-small-discriminator": bert("ElectraForPreTraining", 256, 1024, 12, 4, model_type="electra",
+                                        embedding_size=128, summary_activation="gelu", summary_use_proj=True),
+    "electra-base-discriminator": bert("ElectraForPreTraining", 768, 3072, 12, 12, model_type="electra",
+                                       embedding_size=768),
+    "paraphrase-albert-small-v2": bert("AlbertModel", 768, 3072, 6, 12, 30000, model_type="albert", down_scale_factor=1,
+                                       embedding_size=128, gap_size=0, hidden_act="gelu", inner_group_num=1,
+                                       net_structure_type=0, num_hidden_groups=1, num_memory_blocks=0),
     "distilbert-sst-2": {
         "activation": "gelu", "architectures": ["DistilBertForSequenceClassification"], "attention_dropout": 0.1,
         "dim": 768, "dropout": 0.1, "finetuning_task": "sst-2", "hidden_dim": 3072, "model_type": "distilbert",

@@ -219,7 +219,10 @@ def with_windows(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     layout = lay_out(stored_specs(model.kv_specs, config.device.kv_dtype), split=True)
     if layout.window is None:
         return config
-    groups = replace(config.cache.groups, window=layout.window, num_window_blocks=layout.num_window_blocks)
+    groups = replace(
+        config.cache.groups, window=layout.window, num_window_blocks=layout.num_window_blocks,
+        is_chunked=model.has_chunks,
+    )  # fmt: skip
     num_blocks = config.cache.num_blocks * (1 + layout.num_window_blocks)
     return replace(config, cache=replace(config.cache, groups=groups, num_blocks=num_blocks))
 

@@ -69,6 +69,10 @@ TOWERS: dict[str, dict[str, Any]] = {  # by family
     "gemma4_large": {
         **GEMMA4_TOWER, "standardize": True, "rope_parameters": {"rope_type": "axial", "rope_theta": 30.0},
     },
+    "mistral3": {
+        "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 4,
+        "image_size": 64, "hidden_act": "silu", "head_dim": 16, "model_type": "pixtral",
+    },
     "qwen3_5": {**QWEN3_TOWER, "depth": 2},
     "qwen3_5_moe": {**QWEN3_TOWER, "depth": 2},
 }  # fmt: skip
@@ -86,6 +90,7 @@ TEXTS: dict[str, dict[str, Any]] = {  # what their decoders say besides TEXT
         **GEMMA4_TEXT, "use_bidirectional_attention": "vision", "attention_k_eq_v": True, "global_head_dim": 32,
         "num_global_key_value_heads": 1,
     },
+    "mistral3": {"head_dim": 16, "model_type": "mistral", "rope_parameters": None},
     "qwen3_5": {
         "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
         "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -104,7 +109,8 @@ VISION = Vision(ImageGrid(IMAGE, UNIT), 1, 32, 48, 2, patch=4)  # how its images
 
 
 SPECIAL = {
-    "gemma3": {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 16}
+    "gemma3": {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 16},
+    "mistral3": {"image_token_index": IMAGE, "spatial_merge_size": 2},
 }
 
 
@@ -136,9 +142,9 @@ class Picture:
         height, width, _ = self.pixels.shape
         return height // UNIT, width // UNIT
 
-    def at(self, start: int) -> PromptImage:
+    def at(self, start: int, gap: int = 0) -> PromptImage:
         data, shape = self.pixels.numpy().tobytes(), self.shape
-        return PromptImage(start, *shape, data, image_key(*shape, data))
+        return PromptImage(start, *shape, data, image_key(*shape, data), gap)
 
 
 def picture(rows: int, columns: int, seed: int = 0) -> Picture:
@@ -157,15 +163,20 @@ class VisionPrompt:
     pictures: tuple[Picture, ...]
 
 
-def prompt_of(*parts: Picture | Sequence[int]) -> VisionPrompt:
-    """Texts and pictures in their order."""
+def prompt_of(*parts: Picture | Sequence[int], row_ends: tuple[int, ...] = ()) -> VisionPrompt:
+    """Texts and pictures in their order. `row_ends`: tokens behind each row and behind the last one, instead of tokens
+    around a picture."""
     tokens: list[int] = []
     images = []
     for part in parts:
         if isinstance(part, Picture):
             rows, columns = part.shape
-            images.append(part.at(len(tokens) + 1))
-            tokens += [START, *[IMAGE] * (rows * columns), END]
+            images.append(part.at(len(tokens) + (not row_ends), len(row_ends[:1])))
+            if row_ends:
+                tokens += ([IMAGE] * columns + [row_ends[0]]) * rows
+                tokens[-1] = row_ends[1]
+            else:
+                tokens += [START, *[IMAGE] * (rows * columns), END]
         else:
             tokens += part
     return VisionPrompt(tokens, tuple(images), tuple(part for part in parts if isinstance(part, Picture)))
@@ -179,6 +190,8 @@ def vision_reference(model: torch.nn.Module, prompt: VisionPrompt, count: int) -
         pixels = torch.stack([each.pixels.permute(2, 0, 1).float() for each in prompt.pictures])
         given["pixel_values"] = (pixels / 255 - 0.5) / 0.5
         given["token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in prompt.tokens]])
+    elif prompt.pictures and model.config.model_type == "mistral3":  # type: ignore[union-attr]
+        given = pixtral_inputs(prompt.pictures)
     elif prompt.pictures and model.config.model_type == "gemma4":  # type: ignore[union-attr]
         given = gemma4_inputs(prompt.pictures)
         given["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in prompt.tokens]])
@@ -192,6 +205,16 @@ def vision_reference(model: torch.nn.Module, prompt: VisionPrompt, count: int) -
         do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return found.sequences[0, len(prompt.tokens) :].tolist(), torch.cat(found.logits)
+
+
+def pixtral_inputs(pictures: Sequence[Picture]) -> dict[str, Any]:
+    """Normalized pixels, padded to the largest picture."""
+    mean, std = torch.tensor(VISION.mean), torch.tensor(VISION.std)
+    sizes = [each.pixels.shape[:2] for each in pictures]
+    values = torch.zeros(len(pictures), 3, *(max(sides) for sides in zip(*sizes, strict=True)))
+    for number, (each, (height, width)) in enumerate(zip(pictures, sizes, strict=True)):
+        values[number, :, :height, :width] = ((each.pixels.float() / 255 - mean) / std).permute(2, 0, 1)
+    return {"pixel_values": values, "image_sizes": torch.tensor(sizes)}
 
 
 def gemma4_inputs(pictures: Sequence[Picture]) -> dict[str, Any]:

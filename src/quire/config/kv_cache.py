@@ -30,6 +30,13 @@ class KVCacheSpec:
     window: int | None = None
     state_bytes: int = 0
     unit: int = 1  # the part of `numbers` that belongs to one head; a plane is a whole number of units
+    is_chunked: bool = False  # the window is a chunk: a token sees the tokens of its own chunk, see `first_in_window`
+
+
+def first_in_window(position: int, window: int, *, is_chunked: bool) -> int:
+    """Return the first token that the token at `position` sees: the window ends with it, or texts are divided into
+    chunks of `window` tokens and it sees its own."""
+    return position // window * window if is_chunked else max(position - window + 1, 0)
 
 
 def head_bytes(dim: int, kv_dtype: str, dims: Sequence[int]) -> tuple[int, int]:
@@ -76,6 +83,7 @@ class KVLayout:
     sources: tuple[int, ...] = (0,)  # of each table: 0: the rows' blocks; c: the c-th window block of each block
     window: int | None = None  # the longest window of the window group; None: no window group
     num_states: int = 0  # layers that keep a state
+    chunks: tuple[int | None, ...] = ()  # of each table: tokens of the chunks that its layers see; (): no chunks
     state_bytes: int = 0  # of one such layer
 
     @property
@@ -99,6 +107,11 @@ class KVGroups:
     num_window_blocks: int = 0  # window blocks that each block has
     num_states: int = 0  # state slots (each for all layers of a sequence); 0: no layer keeps a state
     blocks_per_state: int = 0  # blocks of memory per state slot; they follow all other blocks
+    is_chunked: bool = False  # windows are chunks of the text
+
+    def first_seen(self, position: int) -> int:
+        """Return the first token that the token at `position` sees in layers with a window."""
+        return 0 if self.window is None else first_in_window(position, self.window, is_chunked=self.is_chunked)
 
     @property
     def is_plain(self) -> bool:
@@ -150,7 +163,14 @@ def lay_out(specs: Sequence[KVCacheSpec], *, split: bool) -> KVLayout:
     layout = _split(kept) if split and can_split(specs) else _one_group(kept)
     if split and is_windowed(specs):
         layout = replace(layout, window=_longest_window(kept))
-    return replace(layout, num_states=len(states), state_bytes=state_bytes)
+    return replace(layout, num_states=len(states), state_bytes=state_bytes, chunks=_chunks_of(kept, layout))
+
+
+def _chunks_of(kept: Sequence[KVCacheSpec], layout: KVLayout) -> tuple[int | None, ...]:
+    if not any(spec.is_chunked for spec in kept):
+        return ()
+    of_table = {place.table: spec.window for spec, place in zip(kept, layout.places, strict=True) if spec.is_chunked}
+    return tuple(of_table.get(table) for table in range(len(layout.sources)))
 
 
 def is_windowed(specs: Sequence[KVCacheSpec]) -> bool:
@@ -179,14 +199,14 @@ def _plane_numbers(kept: Sequence[KVCacheSpec]) -> int:
 
 def _one_group(kept: Sequence[KVCacheSpec]) -> KVLayout:
     """Return the layout in which all layers keep all tokens. Layers with a window get a separate table if their
-    heads differ: the blocks are the same, but attention is planned per table."""
+    heads differ or their windows are chunks: the blocks are the same, but attention is planned per table."""
     numbers = _plane_numbers(kept)
     full = next((spec for spec in kept if spec.kind != "window"), kept[0])
     places: list[Place] = []
     last: dict[int, Place] = {}  # of each table
     num_planes = 0
     for spec in kept:
-        table = int((spec.numbers, spec.unit) != (full.numbers, full.unit))
+        table = int((spec.numbers, spec.unit, spec.is_chunked) != (full.numbers, full.unit, full.is_chunked))
         before = last.get(table)
         if before is not None and before.part + 1 < numbers // spec.numbers:
             place = Place(before.plane, table, before.part + 1)

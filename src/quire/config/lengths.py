@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from math import gcd
 
-from quire.config.arguments import EngineArguments
+from quire.config.arguments import DEFAULT_BLOCK_SIZE, EngineArguments
 from quire.config.model import ModelConfig
 from quire.types.errors import ConfigError
 
@@ -30,6 +31,17 @@ def wanted_length(args: EngineArguments, model: ModelConfig) -> int:
         reason = f"is {args.max_model_len}, but {known}"
         raise ConfigError("max_model_len", reason, f"set it to {longest} or less")
     return args.max_model_len
+
+
+def check_chunks(model: ModelConfig, block_size: int) -> None:
+    """Raise ConfigError if a chunk that the model's layers attend within is not a whole number of blocks."""
+    sizes = {size for size in model.windows if size is not None} if model.has_chunks else set()
+    for size in sizes:
+        if size % block_size:
+            reason = (
+                f"is {block_size}, but this model attends within chunks of {size} tokens, which must be whole blocks"
+            )
+            raise ConfigError("block_size", reason, f"set it to {gcd(size, DEFAULT_BLOCK_SIZE)}")
 
 
 def _trained_length(model: ModelConfig) -> int:

@@ -97,6 +97,15 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """The query at position p is multiplied by 1 + beta * log(1 + floor((p + offset) / length))."""
+
+    beta: float
+    length: float
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in place of the MLP. The router sends each token to its `num_used` highest-ranked
     experts."""
@@ -136,6 +145,7 @@ class Encoder:
     num_labels: int = 0  # 0: no head
     head_activation: str = "tanh"  # between the two linear layers of the head
     has_positions: bool = True  # False: positions are rotary
+    embedding_size: int = 0  # of embeddings, which are projected to the hidden size; 0: they have that size
     norm_bias: bool = True  # of layer norms
     head_bias: bool = True  # of the first layer of the head
 
@@ -224,9 +234,11 @@ class ModelConfig:
     attention_sinks: bool = False  # each query head has an extra learned score without a value
     # Per layer: tokens that a token sees, itself included, before it or, in encoders, on both sides; (): no windows.
     windows: tuple[int | None, ...] = ()
+    has_chunks: bool = False  # windows are chunks: texts are divided into them, and a token sees those of its own
     local_rope: Rope | None = None  # of layers with a window, if it differs
     local_heads: Heads | None = None  # of layers with a window, if they differ; same number of query heads
     layers_without_rope: tuple[int, ...] = ()
+    query_scaling: QueryScaling | None = None  # of layers without rotary positions
     kv_layers: tuple[int, ...] = ()  # per layer: the layer whose keys and values it reads; (): its own
     keys_are_values: bool = False  # in layers without a window, one projection gives both keys and values
     per_layer_input: int = 0  # size of the per-layer embedding that each layer reads besides the residual
@@ -318,7 +330,9 @@ class ModelConfig:
         numbers, unit = heads.sides * heads.kv_size, heads.sides * heads.dim
         if self.latent is not None:
             return KVCacheSpec("latent", numbers, unit=unit)
-        return KVCacheSpec("full" if window is None else "window", numbers, window, unit=unit)
+        if window is None:
+            return KVCacheSpec("full", numbers, unit=unit)
+        return KVCacheSpec("window", numbers, window, unit=unit, is_chunked=self.has_chunks)
 
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and layer in self.recurrent.layers

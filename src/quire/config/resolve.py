@@ -20,7 +20,7 @@ from quire.config.arguments import (
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
-from quire.config.lengths import wanted_length
+from quire.config.lengths import check_chunks, wanted_length
 from quire.config.memory import ADAPTER_FIX, MemoryPlan, kv_block_bytes, plan_memory, state_groups
 from quire.config.model import QUANTIZATIONS, CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.parallel import check_parallel
@@ -91,6 +91,7 @@ def resolve_engine_config(
         logger.warning("requests with images are refused while the engine is recorded: recordings hold no images")
         images = None
     scheduler = replace(scheduler, images=images, host_adapters=host_adapters(parsed.adapters))
+    check_chunks(model, args.block_size)
     caching = _prefix_caching(args, model, scheduler)
     host_field = "host_cache_memory" if args.swap_space is None else "swap_space"
     speculation = None if parsed.speculation is None else resolve_speculation(parsed.speculation, model, draft_model)
@@ -156,7 +157,7 @@ def _groups(
     is_long = groups.window is not None and groups.window < scheduler.max_model_len
     if reads_one or drafts or not is_long:
         return PLAIN
-    return KVGroups(groups.window, groups.num_window_blocks)
+    return KVGroups(groups.window, groups.num_window_blocks, is_chunked=model.has_chunks)
 
 
 def _batched_tokens(device: str, facts: HardwareFacts, model: ModelConfig, *, offline: bool) -> int:

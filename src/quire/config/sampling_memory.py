@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.config.engine import EngineConfig, SchedulerConfig
-from quire.config.model import ModelConfig
+from quire.config.model import ModelConfig, QueryScaling, Rope
 
 BYTES_PER_LOGIT = 64  # logits, a float32 copy, probabilities, their sort and its float64 sum
 # With the Triton kernels, which filter and sample without sorting: 16-bit logits, and for the parts that torch does a
@@ -59,9 +59,12 @@ def rotary_memory(model: ModelConfig, max_model_len: int, value_bytes: int) -> i
     """
     # The last token of a sequence has a position too.
     positions = 1 << max(max_model_len, LEAST_POSITIONS - 1).bit_length()
-    tables = set()
+    tables: set[tuple[Rope | QueryScaling, int, bool]] = set()
     for layer in model.layers:
-        if (rope := model.rope_of(layer)) is not None:
+        rope = model.rope_of(layer)
+        if rope is None and model.query_scaling is not None:
+            tables.add((model.query_scaling, model.heads_of(layer).dim, True))
+        if rope is not None:
             whole = model.heads_of(layer).dim if model.latent is None else model.latent.rope_dim
             tables.add((rope, whole if rope.dim is None else rope.dim, False))
             if rope.scales_queries:

@@ -113,7 +113,7 @@ def join_groups(stages: Sequence[ModelConfig], kv_dtype: str, block_size: int, g
     if not all(map(can_split, specs)):
         return PLAIN
     layouts = [lay_out(each, split=True) for each in specs]
-    return KVGroups(groups.window, max(layout.num_window_blocks for layout in layouts))
+    return replace(groups, num_window_blocks=max(layout.num_window_blocks for layout in layouts))
 
 
 def _check_layers(model: ModelConfig, stage: int, num_stages: int) -> None:

@@ -27,6 +27,10 @@ class ImageGrid:
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
     fixed: int = 0  # if set: every image is resized to fixed x fixed tokens, whatever its shape
+    longest: int = (
+        0  # if set: images are shrunk to this many pixels per side, and each side rounded up to whole squares
+    )
+    row_ends: tuple[int, ...] = ()  # ids of the tokens behind each row of an image and behind the last one; (): none
     fills: bool = False  # images are resized, also enlarged, to as many squares as `max_pixels` allows
     is_bilinear: bool = False  # how images are resized; False: bicubic
     # Tokens of an image see all tokens of the image, so a step computes either all of an image or nothing of it.
@@ -37,12 +41,29 @@ class ImageGrid:
     @property
     def max_tokens(self) -> int:
         """The most tokens that one image takes."""
-        return max(FEWEST_TOKENS, self.max_pixels // self.unit**2)
+        return max(FEWEST_TOKENS, self.max_vectors + (self.max_side if self.row_ends else 0))
+
+    @property
+    def max_side(self) -> int:
+        """The most squares on one side of an image whose sides are limited."""
+        return -(-self.longest // self.unit)
+
+    @property
+    def max_vectors(self) -> int:
+        """The most squares of one image."""
+        return self.max_side**2 if self.longest else self.max_pixels // self.unit**2
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The keys of `mm_processor_kwargs`."""
+        if self.longest:
+            return ("longest_edge",)
+        return ("max_soft_tokens",) if self.fills else ("min_pixels", "max_pixels")
 
     @property
     def max_bytes(self) -> int:
         """Bytes of the pixels of the largest image after resizing."""
-        return self.max_tokens * self.unit**2 * 3
+        return max(FEWEST_TOKENS, self.max_vectors) * self.unit**2 * 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +102,9 @@ class Vision:
     theta: float = 10_000.0  # of rotary positions
     is_clipped: bool = False  # inputs and outputs of linear layers are clipped to ranges of the checkpoint
     is_standardized: bool = False  # tokens are shifted and scaled by vectors of the checkpoint before the last norm
+    staggers: bool = False  # columns rotate by frequencies between those by which rows rotate
+    activation: str = "silu"  # of a gated MLP: silu or gelu
+    projector: tuple[float, bool] = (1e-6, False)  # eps of its norm, and whether its linear layers have biases
     whole_in_windows: bool = False  # of a grid that `is_whole`: only layers with a window show tokens their whole image
     filler_id: int = 0  # the token whose side inputs image tokens have (`ModelConfig.per_layer_input`)
 
@@ -100,8 +124,7 @@ def resolve_images(
     """Return the limits of images, from vLLM's settings for them; None: the engine accepts no images. Raises
     ConfigError."""
     given = {"limit_mm_per_prompt": limit_mm_per_prompt, "mm_processor_kwargs": mm_processor_kwargs}
-    kwargs = ("max_soft_tokens",) if vision is not None and vision.grid.fills else ("min_pixels", "max_pixels")
-    known = {"limit_mm_per_prompt": ("image",), "mm_processor_kwargs": kwargs}
+    known = {"limit_mm_per_prompt": ("image",), "mm_processor_kwargs": () if vision is None else vision.grid.settings}
     for name, values in given.items():
         if values is None or (vision is None and is_text_only(values)):
             continue
@@ -141,6 +164,13 @@ def _changed(grid: ImageGrid, kwargs: Mapping[str, Any]) -> ImageGrid:
                 "mm_processor_kwargs.max_soft_tokens", f"is {tokens}, which this model does not know", fix
             )
         return replace(grid, max_pixels=tokens * grid.unit**2)
+    if grid.longest:
+        longest = kwargs.get("longest_edge", grid.longest)
+        if not grid.unit <= longest <= grid.longest:
+            fix = f"choose {grid.unit} to {grid.longest}"
+            raise ConfigError("mm_processor_kwargs.longest_edge", f"is {longest}", fix)
+        side = -(-longest // grid.unit) * grid.unit
+        return replace(grid, longest=longest, max_pixels=side**2)
     changed, least = replace(grid, **kwargs), FEWEST_TOKENS * grid.unit**2
     if not least <= changed.min_pixels <= changed.max_pixels <= grid.max_pixels:
         reason = f"min_pixels is {changed.min_pixels} and max_pixels {changed.max_pixels}"
@@ -156,7 +186,7 @@ def image_bytes(
     longest sequence, and the elements of a layer's key, for images whose tokens see the whole image."""
     inner, size = vision.intermediate_size, vision.hidden_size
     numbers = 8 * size + 3 * inner + 3 * vision.frames * vision.patch**2
-    largest = limits.grid.max_tokens * vision.merge**2
+    largest = limits.grid.max_vectors * vision.merge**2
     floats = 6 * size + 3 * vision.frames * vision.patch**2  # rotated queries and keys, and pixels, in float32
     floats += 3 * size if vision.table_side else 0  # stretched positions
     seen = 3 * context[0] * context[1] * weight_bytes if vision.grid.is_whole else 0  # gathered keys and values

@@ -123,17 +123,18 @@ def check_images(request: Submit, limits: ImageLimits | None) -> None:
         raise InvalidRequest("images", reason, "send fewer, or raise limit_mm_per_prompt")
     grid, end = limits.grid, 0
     for image in images:
-        if image.start < end or not FEWEST_TOKENS <= image.num_tokens <= grid.max_tokens or image.rows < 1:
+        fits = FEWEST_TOKENS <= image.num_tokens <= grid.max_tokens and image.gap == len(grid.row_ends[:1])
+        if image.start < end or image.rows < 1 or not fits:
             reason = f"an image of {image.rows} x {image.columns} tokens at {image.start} cannot be placed"
             raise InvalidRequest("images", reason, f"an image has {FEWEST_TOKENS} to {grid.max_tokens} tokens")
-        if len(image.pixels) != image.num_tokens * grid.unit**2 * 3 or len(image.key) != KEY_BYTES:
+        if len(image.pixels) != image.num_placeholders * grid.unit**2 * 3 or len(image.key) != KEY_BYTES:
             raise InvalidRequest("images", "an image's pixels do not match its size", "resize it as the model asks")
         end = image.end
     if sum(len(image.pixels) for image in images) > MAX_PIXEL_BYTES:
         reason = f"have more than {MAX_PIXEL_BYTES // 3:,} pixels in all"
         raise InvalidRequest("images", reason, "send fewer or smaller ones, or lower max_pixels")
     covered = sum(prompt[image.start : image.end].count(grid.token_id) for image in images)
-    wanted = sum(image.num_tokens for image in images)
+    wanted = sum(image.num_placeholders for image in images)
     if covered != wanted or prompt.count(grid.token_id) != wanted:
         reason = f"has {prompt.count(grid.token_id)} placeholders of images, and {wanted} tokens of images were sent"
         raise InvalidRequest("prompt", reason, "send an image for each placeholder, and no placeholder in text")

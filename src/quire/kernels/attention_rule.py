@@ -4,7 +4,7 @@ layout."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,7 +13,8 @@ from torch import Tensor
 class AttentionRule:
     """How attention scores are computed from queries and keys.
 
-    The query at position p sees the keys at positions (p - window, p]. With a softcap, a score becomes softcap *
+    The query at position p sees the keys at positions (p - window, p] or, if windows are chunks, those from the last
+    multiple of `window` to p. With a softcap, a score becomes softcap *
     tanh(score / softcap). A sink is an extra score without a value: it only adds to the denominator of the softmax. The
     cache holds key / key_scale and value / value_scale; these two per-tensor scales come on top of the per-head scales
     of a quantized cache.
@@ -25,6 +26,12 @@ class AttentionRule:
     sinks: Tensor | None = None  # [query heads]
     key_scale: float = 1.0
     value_scale: float = 1.0
+    is_chunked: bool = False  # the window is a chunk
+
+    @property
+    def within_chunk(self) -> AttentionRule:
+        """The rule of sequences that were cut at their chunks."""
+        return replace(self, window=None, is_chunked=False) if self.is_chunked else self
 
     @property
     def is_plain(self) -> bool:

@@ -44,6 +44,7 @@ from quire.runtime.encoder.executor import EncoderExecutor
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.hardware import detect_hardware
 from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.hf.mtp import has_head
 from quire.runtime.loading.hf.pooling_task import read_pooling_settings
 from quire.runtime.loading.model_config import read_model_config
 from quire.runtime.loading.namespace import cache_namespace
@@ -76,12 +77,22 @@ class PlannedEngine:
             return None
         return describe_decoder_pooling(self.model, self.settings, self.config.scheduler.max_model_len)
 
+    @property
+    def advice(self) -> str | None:
+        """How to use the MTP head of the checkpoint, if it has one that does not draft and nothing else does."""
+        unused = self.config.speculation is None and self.config.parallel.pipeline == 1 and self.files.kind == "hf"
+        if not unused or not has_head(self.files.path, self.model):
+            return None
+        return 'the checkpoint has an MTP head: to draft with it, set speculative_config to {"method": "mtp"}'
+
     def build(
         self, load_format: Literal["auto", "dummy"], progress: Progress, tools: DecodingTools | None = None
     ) -> EngineCore:
         """Load the weights and return the engine. Its `close` frees the memory. Raises ConfigError if the settings do
         not fit the model."""
         _check_dummy(load_format, self.model)
+        if (advice := self.advice) is not None:
+            logger.info("%s", advice)
         config = self.config
         if config.cache.tiers.transport is not None and config.parallel.num_ranks > 1:
             reason = f"carries whole blocks, and each of {config.parallel.num_ranks} ranks has a part of every block"

@@ -275,8 +275,8 @@ class RequestMaker:
         from quire.serving.vision.image_reader import place_images  # imported late: only for prompts with images
 
         pictures = (self.images.prepare("multi_modal_data.image", picture) for picture in prompt.pictures)
-        token_id, images = self.images.limits.grid.token_id, (*prompt.images, *pictures)
-        ids, placed = place_images("prompt", request.prompt_token_ids, images, token_id)
+        grid, images = self.images.limits.grid, (*prompt.images, *pictures)
+        ids, placed = place_images("prompt", request.prompt_token_ids, images, grid)
         return replace(request, prompt_token_ids=pack_tokens(ids), images=placed)
 
     def _text_requests(

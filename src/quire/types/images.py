@@ -21,7 +21,8 @@ _SIGN = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """An image in a prompt. It replaces `rows` * `columns` placeholder tokens, row by row, from token `start` on.
+    """An image in a prompt. It replaces `rows` * `columns` placeholder tokens, row by row, from token `start` on. After
+    each row come `gap` other tokens, which are part of the image's span too.
 
     `pixels` are its bytes after resizing: red, green and blue of every pixel, row by row. `key` is the hash of content
     and shape: images with equal keys are the same image.
@@ -32,10 +33,21 @@ class PromptImage:
     columns: int
     pixels: bytes
     key: bytes
+    gap: int = 0
 
     @property
     def num_tokens(self) -> int:
+        """All tokens of the span."""
+        return self.rows * (self.columns + self.gap)
+
+    @property
+    def num_placeholders(self) -> int:
         return self.rows * self.columns
+
+    def placeholders_before(self, index: int) -> int:
+        """Return how many of the first `index` tokens of the span are placeholders."""
+        row, column = divmod(index, self.columns + self.gap)
+        return row * self.columns + min(column, self.columns)
 
     @property
     def end(self) -> int:

@@ -13,7 +13,7 @@ from quire.config.memory import MemoryPlan, kv_block_bytes
 from quire.config.model import Heads, ModelConfig
 from quire.config.resolve import resolve_engine_config
 from quire.config.sizes import GIB, format_size
-from quire.types.errors import DoesNotFit
+from quire.types.errors import ConfigError, DoesNotFit
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
 
 GEMMA = replace(SMALL, windows=((512,) * 5 + (None,)) * 5)  # 25 layers with a window, 5 without
@@ -59,6 +59,24 @@ def test_a_model_of_windows_alone_takes_no_more_than_these() -> None:
         resolved(mistral, num_kv_blocks=64, max_model_len=8_192)
     assert resolved(mistral, max_model_len=512)[0] == PLAIN
     assert lay_out(mistral.kv_specs, split=True).sources == (0,)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_layers_with_chunks_read_a_table_of_their_own_even_in_the_same_blocks(split: bool) -> None:
+    model = replace(SMALL, windows=((512,) * 5 + (None,)) * 5, has_chunks=True)
+    assert resolved(model)[0] == KVGroups(512, 5, is_chunked=True)
+    layout = lay_out(model.kv_specs, split=split)
+    assert layout.sources == ((0, 1, 2, 3, 4, 5) if split else (0, 0))
+    assert layout.chunks == (None, *[512] * (len(layout.sources) - 1))
+    everywhere = lay_out(replace(model, windows=(512,) * SMALL.num_layers).kv_specs, split=split)
+    assert (everywhere.sources, everywhere.chunks) == ((0,), (512,))
+
+
+def test_chunks_are_whole_blocks() -> None:
+    model = replace(SMALL, windows=(96,) * SMALL.num_layers, has_chunks=True)
+    assert resolved(model, block_size=32)[0].is_chunked
+    with pytest.raises(ConfigError, match=r"block_size: is 64, .*chunks of 96 tokens.*set it to 16"):
+        resolved(model, block_size=64)
 
 
 def test_layers_with_a_window_get_blocks_of_their_own() -> None:

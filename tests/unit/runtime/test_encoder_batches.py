@@ -10,6 +10,7 @@ import torch
 
 from quire.config.model import Heads
 from quire.runtime.encoder.batches import batches_of, pack
+from quire.runtime.layers import texts as texts_module
 from quire.runtime.layers.texts import TextAttention
 
 
@@ -63,6 +64,23 @@ def test_a_window_hides_the_tokens_out_of_reach_on_both_sides(reach: int, is_pad
         scores.masked_fill_((places[:, None] - places).abs() > reach, float("-inf"))
         wanted = scores.softmax(dim=-1) @ value.repeat_interleave(2, dim=0)
         torch.testing.assert_close(own, wanted.transpose(0, 1).flatten(1))
+
+
+@pytest.mark.parametrize("most", [10, 1 << 20])  # elements of a mask
+def test_a_bias_is_added_to_the_scores_of_runs_and_of_a_grid(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts_module, "MASK_ELEMENTS", most)
+    torch.manual_seed(0)
+    heads, lengths = Heads(num_query=2, num_kv=2, dim=8), [5, 3, 3, 1]
+    runs = replace(pack([[1] * length for length in lengths], torch.device("cpu")), bias=torch.randn(1, 2, 5, 5))
+    is_token = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    grid = replace(runs, places=is_token.flatten().nonzero()[:, 0], mask=is_token.view(len(lengths), 1, 1, -1))
+    qkv, attention = torch.randn(sum(lengths), 3 * 16), TextAttention(heads)
+    found = attention(qkv, runs)
+    torch.testing.assert_close(found, attention(qkv, grid))
+    assert runs.bias is not None
+    query, key, value = qkv[5:8].view(3, 3, 2, 8).permute(1, 2, 0, 3)
+    wanted = (query @ key.mT / 8**0.5 + runs.bias[0, :, :3, :3]).softmax(dim=-1) @ value
+    torch.testing.assert_close(found[5:8], wanted.transpose(0, 1).flatten(1))
 
 
 @pytest.mark.parametrize("lengths", [[5, 3, 3, 1], [4, 4]])

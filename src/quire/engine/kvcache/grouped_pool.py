@@ -167,8 +167,7 @@ class GroupedPool(BlockPool):
     # ------------------------------------------------------------------------------------------------------ windows
     def first_seen(self, position: int) -> int:
         """Return the first block of a sequence that its token at `position` sees in layers with a window."""
-        window = self.groups.window
-        return 0 if window is None else max(position - window + 1, 0) // self._block_size
+        return self.groups.first_seen(position) // self._block_size
 
     def enter_window(self, blocks: Sequence[int]) -> None:
         """Count one more table that has these blocks in its sliding window. Their window blocks must exist."""

@@ -117,7 +117,7 @@ class TiledAttention {
         see(work, run, tile, count, shape_, rule_, seen);
         turn_keys(*run.longest, head, tile, count);
         bool some[KEYS_AT_ONCE];
-        if (rule_.window > 0) mark_seen(seen, run.rows, count, some);
+        if (rule_.window != 0) mark_seen(seen, run.rows, count, some);
         else std::fill(some, some + count, true);
         weave_values(*run.longest, head, tile, count, some);
         const int64_t first = from / TILE_ROWS * TILE_ROWS;

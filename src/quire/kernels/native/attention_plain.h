@@ -122,7 +122,7 @@ template <typename T> class PlainAttention {
         if (rule_.cap > 0.0f) cap_scores(scores, run.rows * TILE, 1.0f, rule_.cap);
         soften<TILE>(scores, 1.0f, scores, seen_.data(), state, from, run.rows, value_width);
         if (!shape_.is_latent()) locate(keys_.values, shape_.dim, *run.longest, head, tile, count, where);
-        if (rule_.window > 0) hide(run.rows, count, where);
+        if (rule_.window != 0) hide(run.rows, count, where);
         ahead = look_ahead(keys_.keys, run, head, tile + TILE, next);
         by_rows<FUSED>(0, run.rows, [&](auto n, int64_t row) {
             const float* weights = scores + row * TILE;

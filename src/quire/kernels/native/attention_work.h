@@ -28,13 +28,17 @@ struct Shape {
     int64_t block_tokens() const { return std::max<int64_t>(1, BLOCK_ROWS / group()); }
 };
 
-// How scores are computed: see AttentionRule in attention_rule.py. 0 or null: not used.
+// How scores are computed: see AttentionRule in attention_rule.py. 0 or null: not used. A negative window: texts are
+// divided into chunks of -window tokens.
 struct Rule {
     float scale, cap;
     int64_t window;
     const void* sinks;  // [query heads], of the queries' dtype
     // The first position that a token sees if `visible` positions are causally visible to it.
-    int64_t first(int64_t visible) const { return window == 0 ? 0 : std::max<int64_t>(0, visible - window); }
+    int64_t first(int64_t visible) const {
+        if (window < 0) return (visible - 1) / -window * -window;
+        return window == 0 ? 0 : std::max<int64_t>(0, visible - window);
+    }
 };
 
 // A run of tokens of one sequence, as the Python caller passes it.

@@ -157,6 +157,12 @@ def quantized_fields(cache: Tensor | None, latent: int = 0) -> dict[str, Any]:
     return {"block_size": cache.shape[2], "stored": stored, "head_bytes": cache.stride(1)}
 
 
+def window_of(rule: AttentionRule) -> int:
+    """Return the window of a rule as the kernels take it: 0 for none, negative for chunks."""
+    window = rule.window or 0
+    return -window if rule.is_chunked else window
+
+
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, spans: Tensor, rule: AttentionRule
 ) -> Tensor:
@@ -186,7 +192,7 @@ def paged_attention(
     open_library().quire_paged_attention(
         TYPES[query.dtype], query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(),
         spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size, value_dim,
-        keys.stride(0) // keys.stride(1), stored, keys.stride(1), rule.scale, rule.softcap or 0.0, rule.window or 0,
+        keys.stride(0) // keys.stride(1), stored, keys.stride(1), rule.scale, rule.softcap or 0.0, window_of(rule),
         sinks,
     )  # fmt: skip
     return out

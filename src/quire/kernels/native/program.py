@@ -21,7 +21,7 @@ from quire.kernels.mamba import GatedNorm, MambaWeights
 from quire.kernels.native.buffers import lay_out_buffers
 from quire.kernels.native.entries import Call
 from quire.kernels.native.low_rank import LowRankSlots
-from quire.kernels.native.ops import ACTIVATIONS, doubles, quantized_fields
+from quire.kernels.native.ops import ACTIVATIONS, doubles, quantized_fields, window_of
 from quire.kernels.native.program_run import STREAM, Program
 from quire.kernels.native.shared_ranks import SharedRanks
 from quire.kernels.native.structures import CConvolution, CDelta, CMamba, COperation
@@ -146,7 +146,7 @@ class ProgramWriter:
         out = self._new(query * (latent or dim))
         self._add(
             ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, number=rule.scale,
-            cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks, table=table, latent=latent,
+            cap=rule.softcap or 0.0, window=window_of(rule), weight=rule.sinks, table=table, latent=latent,
             block_heads=block[1], **{"block_size": block[0], **quantized_fields(cache, latent)},
         )  # fmt: skip
         return out

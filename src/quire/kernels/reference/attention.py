@@ -35,6 +35,7 @@ def paged_attention(
     scale: float,
     *,
     window: int | None = None,
+    is_chunked: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [query heads]
     key_scale: float = 1.0,
@@ -44,8 +45,8 @@ def paged_attention(
 ) -> Tensor:
     """Return causal attention of the newest tokens of one sequence over all its cached tokens, shaped like `query`.
 
-    Position p sees the keys in (p - window, p]. A sink is a score without a value. `key_scale` and `value_scale` are
-    per-tensor scales of a cache.
+    Position p sees the keys in (p - window, p] or, if windows are chunks, those of its chunk. A sink is a score without
+    a value. `key_scale` and `value_scale` are per-tensor scales of a cache.
     """
     num_tokens, num_heads, _ = query.shape
     group = num_heads // key_cache.shape[1]
@@ -58,7 +59,9 @@ def paged_attention(
         scores = softcap * torch.tanh(scores / softcap)
     positions = torch.arange(total, device=query.device)
     visible = positions[None, :] <= positions[start:, None]  # [tokens, total]
-    if window is not None:
+    if window is not None and is_chunked:
+        visible &= positions[None, :] // window == positions[start:, None] // window
+    elif window is not None:
         visible &= positions[None, :] > positions[start:, None] - window
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:

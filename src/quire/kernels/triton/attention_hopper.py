@@ -27,7 +27,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.attention_rule import AttentionRule
-from quire.kernels.triton.attention_hopper_load import BLOCK_M, allocate, item_of, key_range, load_cache, tile_of
+from quire.kernels.triton.attention_hopper_load import (
+    BLOCK_M,
+    CHUNKS,
+    allocate,
+    first_seen,
+    item_of,
+    key_range,
+    load_cache,
+    tile_of,
+)
 from quire.kernels.triton.launch import num_processors
 
 _LAYOUTS = {width: gl.NVMMASharedLayout(2 * width, 16, 2) for width in (16, 32, 64)}  # by the width of a TMA box row
@@ -59,7 +68,8 @@ def hopper_prefill(
         key_cache.stride(0) // dim, block_size, rule.factor, rule.softcap or 1.0, rule.window or 0, rule.value_scale,
         GROUP=query_heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_SIZE=block_size,
         BLOCK_N=block_n, STAGES=2, SINKS=rule.sinks is not None, CAPPED=rule.softcap is not None,
-        WINDOWED=rule.window is not None, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+        WINDOWED=0 if rule.window is None else CHUNKS if rule.is_chunked else 1, DEPENDENT=dependent, num_warps=4,
+        launch_pdl=dependent,
     )  # fmt: skip
 
 
@@ -88,12 +98,12 @@ def _weigh(
         unit = cap * LOG2_E
     masked = first + BLOCK_N > lowest + 1
     if WINDOWED:
-        masked = masked | (first < highest + 1 - window)
+        masked = masked | (first < first_seen(highest, window, WINDOWED))
     if masked:
         seen = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
         visible = seen[None, :] <= place[:, None]
         if WINDOWED:
-            visible = visible & (seen[None, :] > place[:, None] - window)
+            visible = visible & (seen[None, :] >= first_seen(place, window, WINDOWED)[:, None])
         s = gl.where(visible, s, float("-inf"))
     higher = gl.maximum(top, gl.max(s, 1) * unit)
     weights = gl.exp2(s * unit - higher[:, None])

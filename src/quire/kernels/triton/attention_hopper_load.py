@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 BLOCK_M = gl.constexpr(128)  # packed query rows of a tile
+CHUNKS = gl.constexpr(2)  # value of WINDOWED: windows are chunks of the text; 1: they slide; 0: there are none
 
 
 @gluon.jit
@@ -19,13 +20,19 @@ def tile_of(tiles, item, KV_HEADS: gl.constexpr):
 
 
 @gluon.jit
+def first_seen(place, window, WINDOWED: gl.constexpr):
+    """Return the first position that a token at position `place` sees, if the sequence is long enough."""
+    return place // window * window if WINDOWED == CHUNKS else place + 1 - window
+
+
+@gluon.jit
 def key_range(start, count, first_row, window, GROUP: gl.constexpr, PAGE: gl.constexpr, WINDOWED: gl.constexpr):
     """Return the first and last position of the tile's rows, and the position where its keys begin."""
     lowest = start + first_row // GROUP
     highest = start + gl.minimum((first_row + BLOCK_M - 1) // GROUP, count - 1)
     begin_at = 0
     if WINDOWED:
-        begin_at = gl.maximum(lowest + 1 - window, 0) // PAGE * PAGE
+        begin_at = gl.maximum(first_seen(lowest, window, WINDOWED), 0) // PAGE * PAGE
     return lowest, highest, begin_at
 
 

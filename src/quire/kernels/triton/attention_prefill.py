@@ -102,7 +102,7 @@ def paged_prefill(
         STRIDE=key_cache.stride(0), HEAD_STRIDE=head_stride(key_cache), UNIT=row_unit(key_cache),
         INT4_GROUP=int4_group(key_cache.dtype, dim),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, COMPUTE=compute_of(key_cache.dtype, query.dtype),
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", CHUNKED=rule.is_chunked, DEPENDENT=dependent,
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers, launch_pdl=dependent,
     )  # fmt: skip
     return out
@@ -133,7 +133,7 @@ def _prefill(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, UNIT: tl.constexpr, INT4_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    CHUNKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Run one tile of packed query rows with one kv head."""
     record = tiles + tl.program_id(0) // KV_HEADS * 8
@@ -146,7 +146,7 @@ def _prefill(
     lowest, highest = first // GROUP, tl.minimum((first + BLOCK_M - 1) // GROUP, count - 1)  # tokens of the tile
     table = tables + row.to(tl.int64) * table_stride
     end = start + highest + 1  # end of the keys
-    begin_at = _first_key(start + lowest, window, BLOCK_N, BLOCK_SIZE)
+    begin_at = _first_key(start + lowest, window, BLOCK_N, BLOCK_SIZE, CHUNKED)
     ids = block_ids(table, begin_at, end, BLOCK_N, BLOCK_SIZE)  # loaded early, before the queries
     packed = first + tl.arange(0, BLOCK_M)
     token, columns = packed // GROUP, tl.arange(0, DIM_PAD)
@@ -167,7 +167,7 @@ def _prefill(
     acc, top, total = _attend(
         acc, top, total, q.to(COMPUTE), keys + inside, values + inside, of_keys, of_values, table, ids, start + token,
         start + lowest, start + highest, end, factor, cap, window,
-        BLOCK_N, BLOCK_SIZE, STRIDE, DIM, UNIT, INT4_GROUP, PRECISION,
+        BLOCK_N, BLOCK_SIZE, STRIDE, DIM, UNIT, INT4_GROUP, PRECISION, CHUNKED,
     )  # fmt: skip
     acc *= value_scale
     if sinks is not None:
@@ -179,12 +179,18 @@ def _prefill(
 
 
 @triton.jit
-def _first_key(lowest, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _first_seen(place, window, CHUNKED: tl.constexpr):
+    """Return the first position that a token at position `place` sees, if the sequence is long enough."""
+    return place // window * window if CHUNKED else place + 1 - window
+
+
+@triton.jit
+def _first_key(lowest, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNKED: tl.constexpr):
     """Return the position where the tiles of keys begin for rows from position `lowest` on: in no block that has left
     the window, since that may belong to another sequence by now."""
     begin = 0
     if window is not None:
-        begin = base_of(tl.maximum(lowest + 1 - window, 0), BLOCK_N, BLOCK_SIZE)
+        begin = base_of(tl.maximum(_first_seen(lowest, window, CHUNKED), 0), BLOCK_N, BLOCK_SIZE)
     return begin
 
 
@@ -192,7 +198,7 @@ def _first_key(lowest, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 def _attend(
     acc, top, total, query, keys, values, key_scales, value_scales, table, ids, place, lowest, highest, end, factor,
     cap, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Attend rows at positions `place` [M], which are within lowest .. highest, to the keys before `end`; `ids` are the
     blocks of the first tile. Tiles that all rows see entirely are not masked."""
@@ -201,8 +207,8 @@ def _attend(
     SCALED: tl.constexpr = key_scales is not None and GROUP == 0
     seen_by_all, clear, reach = tl.minimum(lowest + 1, end), 0, NO_REACH
     if window is not None:
-        clear = highest + 1 - window  # no window begins at or after this position
-    for first in tl.range(_first_key(lowest, window, BLOCK_N, BLOCK_SIZE), end, BLOCK_N):
+        clear = _first_seen(highest, window, CHUNKED)  # no window begins at or after this position
+    for first in tl.range(_first_key(lowest, window, BLOCK_N, BLOCK_SIZE, CHUNKED), end, BLOCK_N):
         seen = first + tl.arange(0, BLOCK_N)
         rows = slots(ids, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, WIDTH, UNIT)
         here = ids
@@ -218,7 +224,7 @@ def _attend(
         if (first + BLOCK_N > seen_by_all) | (first < clear):
             visible = (seen[None, :] <= place[:, None]) & (seen < end)[None, :]
             if window is not None:
-                visible &= seen[None, :] > place[:, None] - window
+                visible &= seen[None, :] >= _first_seen(place, window, CHUNKED)[:, None]
             scores = tl.where(visible, scores, float("-inf"))
         v = load_tile(
             values, value_scales, rows, here, first, end, query.dtype, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, DIM_PAD,

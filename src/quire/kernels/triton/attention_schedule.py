@@ -84,6 +84,7 @@ def fill_split_plan(
     begins: Tensor | None = None,  # [units]: first position, at most the length; 0 by default
     table_rows: Tensor | None = None,  # [units]: row of the block table; the unit's own index by default
     window: int | None = None,  # only the last `window` positions
+    chunked: bool = False,  # only those of the last position's chunk of `window` positions
 ) -> None:
     """Distribute the units' tiles over the programs. One launch, without a host synchronization."""
     count = lengths.shape[0]
@@ -97,7 +98,7 @@ def fill_split_plan(
         lengths, begins, table_rows, plan.units, plan.programs, count, num_programs, processors,
         plan.config.least_tiles, plan.config.merge_tiles, window,
         RECORD=PROGRAM_NUMBERS, KV_HEADS=plan.kv_heads, BLOCK_N=plan.config.block_n, BLOCK_SIZE=plan.block_size,
-        UNITS_PAD=padded, AT_ONCE=at_once, num_warps=4,
+        UNITS_PAD=padded, AT_ONCE=at_once, CHUNKED=chunked, num_warps=4,
     )  # fmt: skip
 
 
@@ -105,12 +106,12 @@ def fill_split_plan(
 def _share_out(
     lengths, begins, table_rows, units, programs, num_units, num_programs, processors, least_tiles, merge_tiles, window,
     RECORD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    UNITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
+    UNITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Each program of this launch counts all tiles and writes AT_ONCE work shares; the first one also writes the list
     of units."""
     unit = tl.arange(0, UNITS_PAD)
-    low, high, row = _read_units(lengths, begins, table_rows, unit, num_units, window)
+    low, high, row = _read_units(lengths, begins, table_rows, unit, num_units, window, CHUNKED)
     tiles = tl.where(high > low, tl.cdiv(high - base_of(low, BLOCK_N, BLOCK_SIZE), BLOCK_N), 0)
     width = tiles * KV_HEADS
     end = tl.cumsum(width, 0)
@@ -130,7 +131,7 @@ def _share_out(
     before = end[None, :] <= start[:, None]  # [AT_ONCE, UNITS_PAD]
     first = tl.sum(before.to(tl.int32), 1)
     offset = start - tl.sum(tl.where(before, width[None, :], 0), 1)
-    low, high, row = _read_units(lengths, begins, table_rows, first, num_units, window)
+    low, high, row = _read_units(lengths, begins, table_rows, first, num_units, window, CHUNKED)
     place = tl.sum((before & (tiles > 0)[None, :]).to(tl.int32), 1)
     record = programs + program * RECORD
     kept = program < num_programs
@@ -166,7 +167,7 @@ def _active(total, pairs, num_programs, processors, least_tiles, merge_tiles):
 
 
 @triton.jit
-def _read_units(lengths, begins, table_rows, unit, num_units, window):
+def _read_units(lengths, begins, table_rows, unit, num_units, window, CHUNKED: tl.constexpr):
     """Load first position, end and table row of each of `unit`; empty where the unit does not exist."""
     real = unit < num_units
     high = tl.load(lengths + unit, mask=real, other=0).to(tl.int32)
@@ -174,7 +175,7 @@ def _read_units(lengths, begins, table_rows, unit, num_units, window):
     if begins is not None:
         low = tl.load(begins + unit, mask=real, other=0).to(tl.int32)
     if window is not None:
-        low = tl.maximum(low, high - window)
+        low = tl.maximum(low, tl.maximum(high - 1, 0) // window * window if CHUNKED else high - window)
     row = unit
     if table_rows is not None:
         row = tl.load(table_rows + unit, mask=real, other=0).to(tl.int32)

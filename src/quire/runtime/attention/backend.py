@@ -168,6 +168,7 @@ class AttentionBatch:
     cache: LayerCache  # of any layer: for its shape, dtype and device
     # For tables of window blocks, the window size: blocks before the window may belong to other sequences.
     window: int | None = None
+    chunk: int | None = None  # tokens of the chunks of a text: a token sees those of its own; a multiple of block_size
 
 
 class AttentionBackend(Protocol):

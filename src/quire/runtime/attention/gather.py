@@ -132,6 +132,7 @@ class GatherAttention:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: GatherPlan, rule: AttentionRule
     ) -> Tensor:
+        rule = rule.within_chunk
         parts = [self._attend_group(query, cache, group, rule) for group in plan.groups]
         for tile in plan.tiles:
             some = slice(tile.begin, tile.end)

@@ -94,6 +94,7 @@ class TritonAttention:
         self._heads, self._dependent_rows, self._scratch_config = heads, dependent_rows, scratch
         self._scratch: PrefillScratch | None = None
         self._windows: dict[int | None, None] = {}  # the windows of all layers, without duplicates, in order
+        self._has_chunks = False  # windows are chunks
         self._prefill = prefill_config(heads.dim, dtype, device)
         self._reserved: Reserved | None = None
         self._side: SideBranch | None = None
@@ -102,6 +103,7 @@ class TritonAttention:
     def accept(self, rule: AttentionRule) -> None:
         """Accept every rule. Must be called before `reserve`."""
         self._windows[rule.window] = None
+        self._has_chunks |= rule.is_chunked
 
     def reserve(self, caches: Sequence[LayerCache], max_rows: int, scratch_tokens: int = 0) -> None:
         """Allocate the work lists for steps of up to `max_rows` decodes. `caches`: one layer of each block table.
@@ -202,7 +204,9 @@ class TritonAttention:
         prefixes = self.memory.cascade if cascade and None in splits else None
         for window, split in splits.items():
             begins = None if prefixes is None or window is not None else prefixes.begins[:count]
-            fill_split_plan(split, lengths, begins=begins, table_rows=rows[:count], window=window)
+            fill_split_plan(
+                split, lengths, begins=begins, table_rows=rows[:count], window=window, chunked=self._has_chunks
+            )
         copied = None
         if scratch:
             assert tiles is not None

@@ -152,6 +152,8 @@ class Attention(nn.Module):
             raise Untraceable("layers share keys and values")
         if self.query_scale is not None or (norm is not None and norm.is_last):
             raise Untraceable("queries are scaled by position, or heads normed after they are rotated")
+        if self.rule.is_chunked:
+            raise Untraceable("layers attend within chunks of the text")
         angles = None
         if self.rotary is not None:
             if not self.rotary.is_static:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.engine import DeviceConfig
-from quire.config.model import Experts, Heads, ModelConfig, Rope
+from quire.config.model import Experts, Heads, ModelConfig, QueryScaling, Rope
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
@@ -322,15 +322,16 @@ class LayerBuilder:
 
     def attention(
         self, heads: Heads, layer: int, rope: Rope | None, rule: AttentionRule | None = None,
-        shared: tuple[bool, bool] = (False, False),
+        shared: tuple[bool, bool] = (False, False), scaling: QueryScaling | None = None,
     ) -> Attention:  # fmt: skip
         """Build attention. Without `rope` nothing is rotated. `rule`: scale, window, softcap and sinks of the layer; by
-        default only the scale dim**-0.5. `shared`: whether it lends and borrows keys and values, see Attention."""
+        default only the scale dim**-0.5. `shared`: whether it lends and borrows keys and values, see Attention.
+        `scaling`: of queries without `rope`."""
         rule = rule or AttentionRule(heads.dim**-0.5)
         self.backend.accept(rule)
         rotary = None if rope is None else self._rotaries.rotary(rope, heads.dim if rope.dim is None else rope.dim)
         lends, borrows = shared
-        scale = None if rope is None else self._rotaries.query_scale(rope, heads.dim)
+        scale = self._rotaries.query_scale(scaling if rope is None else rope, heads.dim)
         own = self._splits.heads(heads)
         return Attention(own, layer, rule, rotary, self._ops, lends=lends, borrows=borrows, query_scale=scale)
 
@@ -344,11 +345,13 @@ class LayerBuilder:
         heads, scale = config.heads_of(layer), config.attention_scale
         scale = heads.dim**-0.5 if scale is None else scale
         held = None if sinks is None else sinks.weight.data
-        rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer), held)
+        window, softcap = config.window_of(layer), config.attention_softcap
+        rule = AttentionRule(scale, softcap, window, held, is_chunked=config.has_chunks and window is not None)
         source = config.kv_layer_of(layer)
         shared = (config.kv_layers.count(layer) > 1, source != layer)
-        made = self.attention(heads, config.place_of(source), config.rope_of(layer), rule, shared)
-        made.sees_images = rule.window is not None or config.vision is None or not config.vision.whole_in_windows
+        place, rope = config.place_of(source), config.rope_of(layer)
+        made = self.attention(heads, place, rope, rule, shared, config.query_scaling)
+        made.sees_images = window is not None or config.vision is None or not config.vision.whole_in_windows
         return made
 
     def latent_products(self, config: ModelConfig) -> LatentProducts:

@@ -15,18 +15,21 @@ HEAD_ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu, "gelu": F.gelu, "sil
 
 
 class TextEmbeddings(nn.Module):
-    """The normed sum of token embeddings and, if the model has them, of position and token type embeddings."""
+    """The normed sum of token embeddings and, if the model has them, of position and token type embeddings. Embeddings
+    of another width are projected to the hidden size after the norm."""
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
-        hidden, length, own = config.hidden_size, config.rope.max_position, config.encoder or Encoder()
+        length, own = config.rope.max_position, config.encoder or Encoder()
+        hidden, width = config.hidden_size, own.embedding_size or config.hidden_size
         types, offset = own.num_types, own.position_offset
-        self.word = build.embedding("word_embeddings", config.vocab_size, hidden)
+        self.word = build.embedding("word_embeddings", config.vocab_size, width)
         has_table = own.has_positions
-        table = build.position_embedding("position_embeddings", length, hidden, offset=offset) if has_table else None
+        table = build.position_embedding("position_embeddings", length, width, offset=offset) if has_table else None
         self.position = table
-        self.token_type = build.embedding("token_type_embeddings", types, hidden) if types else None
-        self.norm = build.layer_norm("LayerNorm", hidden, config.norm_eps, LayerNormKind(has_bias=own.norm_bias))
+        self.token_type = build.embedding("token_type_embeddings", types, width) if types else None
+        self.norm = build.layer_norm("LayerNorm", width, config.norm_eps, LayerNormKind(has_bias=own.norm_bias))
+        self.project = build.linear("project", width, hidden, bias=True) if own.embedding_size else None
 
     def forward(self, texts: Texts) -> Tensor:  # [tokens, hidden]
         x: Tensor = self.word(texts.token_ids)
@@ -36,7 +39,7 @@ class TextEmbeddings(nn.Module):
             types = texts.token_ids.new_zeros(1) if texts.type_ids is None else texts.type_ids
             x.add_(self.token_type(types))
         normed: Tensor = self.norm(x)
-        return normed
+        return normed if self.project is None else self.project(normed)
 
 
 class ClassifierHead(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from quire.config.model import QUERY_SCALE, Rope
+from quire.config.model import QUERY_SCALE, QueryScaling, Rope
 from quire.runtime.layers.weights import Placement
 from quire.types.errors import ConfigError
 
@@ -117,16 +117,16 @@ class Rotary(nn.Module):
 
 
 class QueryScale(Rotary):
-    """Scales the queries of long sequences by their position (Ministral 3, Mistral 4), as a rotation by no angle. Its
-    tables are as large as those of a rotation."""
+    """Scales the queries of long sequences by their position (Ministral 3, Mistral 4, Llama 4), as a rotation by no
+    angle. Its tables are as large as those of a rotation."""
 
-    def __init__(self, rope: Rope, dim: int, placement: Placement) -> None:
-        super().__init__(Rope(max_position=rope.max_position), dim, placement)
-        scaling = dict(rope.scaling)
-        self._beta, self._length = scaling[QUERY_SCALE], first_length(rope)
+    def __init__(self, scaling: QueryScaling, dim: int, placement: Placement) -> None:
+        super().__init__(Rope(), dim, placement)
+        self._scaling = scaling
 
     def _tabulate(self, positions: Tensor, inverse: Tensor) -> Tensor:
-        scale = 1 + self._beta * torch.log(1 + torch.floor(positions / self._length))
+        own = self._scaling
+        scale = 1 + own.beta * torch.log(1 + torch.floor((positions + own.offset) / own.length))
         whole = scale[:, None].expand(-1, 2 * inverse.shape[-1])
         return torch.cat((whole, torch.zeros_like(whole)), dim=-1).to(self._placement.dtype)
 
@@ -137,18 +137,23 @@ class Rotaries:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._rotaries: dict[tuple[Rope, int], Rotary] = {}
-        self._query_scales: dict[tuple[Rope, int], QueryScale] = {}
+        self._query_scales: dict[tuple[QueryScaling, int], QueryScale] = {}
 
     def rotary(self, rope: Rope, dim: int) -> Rotary:
         if (rope, dim) not in self._rotaries:
             self._rotaries[rope, dim] = Rotary(rope, dim, self._placement)
         return self._rotaries[rope, dim]
 
-    def query_scale(self, rope: Rope, dim: int) -> QueryScale | None:
+    def query_scale(self, source: Rope | QueryScaling | None, dim: int) -> QueryScale | None:
         """Return the scale of queries, or None if these positions do not scale them."""
-        if rope.scales_queries and (rope, dim) not in self._query_scales:
-            self._query_scales[rope, dim] = QueryScale(rope, dim, self._placement)
-        return self._query_scales.get((rope, dim))
+        if isinstance(source, Rope):
+            beta = dict(source.scaling).get(QUERY_SCALE)
+            source = QueryScaling(beta, first_length(source)) if beta else None
+        if source is None:
+            return None
+        if (source, dim) not in self._query_scales:
+            self._query_scales[source, dim] = QueryScale(source, dim, self._placement)
+        return self._query_scales[source, dim]
 
 
 def _axes_of_pairs(sections: tuple[int, ...]) -> Tensor:  # [dim / 2]

@@ -15,6 +15,7 @@ from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import Rotaries, Rotary
 
 CHUNK = 256  # queries that attend together in layers with a window
+MASK_ELEMENTS = 1 << 26  # most elements of a mask that adds a bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Texts:
     type_ids: Tensor | None = None  # [tokens]: the second text of a pair is of type 1; None: all are of type 0
     places: Tensor | None = None  # [tokens]: index of each token in the grid
     mask: Tensor | None = None  # [texts, 1, 1, longest]: True for tokens, False for padding
+    bias: Tensor | None = None  # [1, heads, longest, longest]: added to attention scores
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share in this batch
 
     @property
@@ -66,11 +68,13 @@ class TextAttention(nn.Module):
             num_texts, longest = texts.mask.shape[0], texts.mask.shape[-1]
             cells = num_texts * longest
             grid = tuple(part.new_zeros(cells, *part.shape[1:]).index_copy_(0, texts.places, part) for part in parts)
-            return self._attend(grid, num_texts, longest, texts, texts.mask).index_select(0, texts.places)
+            attend = self._attend if texts.bias is None else self._attend_biased
+            return attend(grid, num_texts, longest, texts, texts.mask).index_select(0, texts.places)
         found, begin = [], 0
         for count, length in texts.runs:
             run = tuple(part[begin : begin + count * length] for part in parts)
-            found.append(self._attend(run, count, length, texts))
+            mask = None if texts.bias is None else texts.bias[..., :length, :length]
+            found.append(self._attend(run, count, length, texts, mask))
             begin += count * length
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -99,6 +103,18 @@ class TextAttention(nn.Module):
         else:
             attended = self._near(query, key, value, texts, mask)
         return attended.transpose(1, 2).reshape(num_texts * length, heads.query_size)
+
+    def _attend_biased(
+        self, parts: tuple[Tensor, ...], num_texts: int, length: int, texts: Texts, mask: Tensor
+    ) -> Tensor:
+        """Attend with a bias within padded texts. Handles as many texts at once as MASK_ELEMENTS allow."""
+        assert texts.bias is not None
+        most, found = max(1, MASK_ELEMENTS // texts.bias.numel()), []
+        for begin in range(0, num_texts, most):
+            masks = torch.where(mask[begin : begin + most], texts.bias, float("-inf"))
+            rows = tuple(part[begin * length : (begin + most) * length] for part in parts)
+            found.append(self._attend(rows, len(masks), length, texts, masks))
+        return torch.cat(found)
 
     def _dot(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         is_grouped = self._heads.num_kv != self._heads.num_query

@@ -50,6 +50,8 @@ def patch_angles(rows: int, columns: int, vision: Vision, device: torch.device) 
     """Return each patch's rotary angles by its row and by its column, in the order of `cut_patches`."""
     dim = vision.hidden_size // vision.num_heads
     inverse = 1.0 / (vision.theta ** (torch.arange(0, dim // 2, 2, dtype=torch.float32, device=device) / (dim // 2)))
+    if vision.staggers:
+        inverse = torch.stack((inverse, inverse * vision.theta ** (-2 / dim)))
     return patch_places(rows, columns, vision.merge, device)[:, :, None].float() * inverse
 
 
@@ -120,12 +122,14 @@ class VisionAttention(nn.Module):
     """Attention of patches, with 2D rotary positions unless `rotation` is None, its qkv gemm and its output gemm.
     `names`: of the query, key and value matrices in checkpoints, or of the matrix of all three, and of the output."""
 
-    def __init__(self, vision: Vision, build: LayerBuilder, names: Sequence[str] = ("qkv", "proj")) -> None:
+    def __init__(
+        self, vision: Vision, build: LayerBuilder, names: Sequence[str] = ("qkv", "proj"), *, bias: bool = True
+    ) -> None:
         super().__init__()
         size, self._heads = vision.hidden_size, vision.num_heads
         *qkv, out = names
-        self.qkv = build.whole_linear(tuple(qkv), size, 3 * size // len(qkv))
-        self.proj = build.whole_linear(out, size, size)
+        self.qkv = build.whole_linear(tuple(qkv), size, 3 * size // len(qkv), bias=bias)
+        self.proj = build.whole_linear(out, size, size, bias=bias)
 
     def forward(self, x: Tensor, rotation: Tensor | None, parts: Sequence[Part]) -> Tensor:  # x: [patches, size]
         query, key, value = self.qkv(x).view(len(x), 3, self._heads, -1).unbind(1)
@@ -136,17 +140,18 @@ class VisionAttention(nn.Module):
 
 
 class GatedVisionMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
+    def __init__(self, vision: Vision, build: LayerBuilder, *, bias: bool = True) -> None:
         super().__init__()
         size, inner = vision.hidden_size, vision.intermediate_size
-        self.gate_proj = build.whole_linear("gate_proj", size, inner)
-        self.up_proj = build.whole_linear("up_proj", size, inner)
-        self.down_proj = build.whole_linear("down_proj", inner, size)
+        self._activate = F.silu if vision.activation == "silu" else F.gelu
+        self.gate_proj = build.whole_linear("gate_proj", size, inner, bias=bias)
+        self.up_proj = build.whole_linear("up_proj", size, inner, bias=bias)
+        self.down_proj = build.whole_linear("down_proj", inner, size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        found: Tensor = self.down_proj(self._activate(self.gate_proj(x)) * self.up_proj(x))
         return found
 
 

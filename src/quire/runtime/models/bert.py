@@ -17,9 +17,18 @@ from quire.config.model import Encoder, ModelConfig
 from quire.runtime.layers.attention import SelfAttention
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.encoders import ClassifierHead, TextEmbeddings
+from quire.runtime.layers.mlp import MLP, GatedMLP
 from quire.runtime.layers.stream import Stream
 from quire.runtime.layers.texts import Texts
 from quire.runtime.models.base import BaseEncoder
+from quire.runtime.models.bert_names import (
+    BERT_HEAD,
+    BERT_NAMES,
+    DISTILBERT_HEAD,
+    DISTILBERT_NAMES,
+    ROBERTA_HEAD,
+    rename_bert,
+)
 from quire.runtime.models.family import Family
 from quire.runtime.models.gguf_encoder import GGUF
 from quire.runtime.models.hf_config import read_encoder, refuse_other, refuse_set
@@ -33,18 +42,24 @@ DISTILBERT_KEYS = ("dim", "hidden_dim", "n_layers", "n_heads", "activation")
 class BertBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
-        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
-        self.attention = SelfAttention(
+        hidden, eps = config.hidden_size, config.norm_eps
+        self.attention = self.make_attention(config, layer, build)
+        self.attention_norm = build.layer_norm("attention_norm", hidden, eps)
+        self.mlp = self.make_mlp(config, build)
+        self.mlp_norm = build.layer_norm("mlp_norm", hidden, eps)
+
+    def make_attention(self, config: ModelConfig, layer: int, build: LayerBuilder) -> SelfAttention:
+        hidden = config.hidden_size
+        return SelfAttention(
             build.qkv_linear(hidden, config.heads, bias=True, names=("query", "key", "value")),
             build.attention_of(config, layer),
             build.linear("output", hidden, hidden, bias=True),
         )
-        self.attention_norm = build.layer_norm("attention_norm", hidden, eps)
-        self.mlp = build.mlp(
-            build.linear("up", hidden, inner, bias=True), build.linear("down", inner, hidden, bias=True),
-            config.activation,
-        )  # fmt: skip
-        self.mlp_norm = build.layer_norm("mlp_norm", hidden, eps)
+
+    def make_mlp(self, config: ModelConfig, build: LayerBuilder) -> MLP | GatedMLP:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        up, down = build.linear("up", hidden, inner, bias=True), build.linear("down", inner, hidden, bias=True)
+        return build.mlp(up, down, config.activation)
 
     def forward(self, x: Stream, texts: Texts) -> None:
         x.add(self.attention(x.x, texts))
@@ -54,12 +69,17 @@ class BertBlock(nn.Module):
 
 
 class Bert(BaseEncoder):
+    block = BertBlock
+
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
         own = config.encoder or Encoder()
         self.embeddings = TextEmbeddings(config, build)
-        self.layers = nn.ModuleList(BertBlock(config, layer, build) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(self.make_blocks(config, build))
         self.head = ClassifierHead(config, own, build) if own.num_labels else None
+
+    def make_blocks(self, config: ModelConfig, build: LayerBuilder) -> list[BertBlock]:
+        return [self.block(config, layer, build) for layer in range(config.num_layers)]
 
     def forward(self, texts: Texts) -> Tensor:
         stream = Stream(self.embeddings(texts))
@@ -90,71 +110,32 @@ def _num_labels(config: Fields, classifies: bool) -> int:
     return len(read_labels(config)) if classifies else 0
 
 
-# Replacements from checkpoint names to layer names, applied in this order because some contain others.
-BERT_NAMES = {
-    "encoder.layer.": "layers.",
-    ".attention.self.": ".attention.",
-    ".attention.output.dense.": ".attention.output.",
-    ".attention.output.LayerNorm.": ".attention_norm.",
-    ".intermediate.dense.": ".mlp.up.",
-    ".output.dense.": ".mlp.down.",
-    ".output.LayerNorm.": ".mlp_norm.",
-}
-DISTILBERT_NAMES = {
-    "transformer.layer.": "layers.",
-    ".q_lin.": ".query.",
-    ".k_lin.": ".key.",
-    ".v_lin.": ".value.",
-    ".out_lin.": ".output.",
-    ".sa_layer_norm.": ".attention_norm.",
-    ".ffn.lin1.": ".mlp.up.",
-    ".ffn.lin2.": ".mlp.down.",
-    ".output_layer_norm.": ".mlp_norm.",
-}
-# Names of the head's two layers, by family. Checked before the names above, which contain some of them.
-BERT_HEAD = {"pooler.dense.": "head.dense.", "classifier.": "head.out."}
-ROBERTA_HEAD = {"classifier.dense.": "head.dense.", "classifier.out_proj.": "head.out."}
-DISTILBERT_HEAD = {"pre_classifier.": "head.dense.", "classifier.": "head.out."}
-# Ignored: heads that are only used in training, and buffers that are no weights.
-LEFT_OUT = ("pooler.", "cls.", "lm_head.", "vocab_", "embeddings.position_ids", "embeddings.token_type_ids")
-
-
-def rename_bert(names: Mapping[str, str], head: Mapping[str, str], prefix: str, name: str) -> str | None:
-    """Return the layer's name. Checkpoints with a head have a prefix; old ones name norm parameters gamma and beta."""
-    name = name.removeprefix(prefix).replace(".gamma", ".weight").replace(".beta", ".bias")
-    for theirs, ours in head.items():
-        if name.startswith(theirs):
-            return name.replace(theirs, ours)
-    if name.startswith(LEFT_OUT):
-        return None
-    for theirs, ours in names.items():
-        name = name.replace(theirs, ours)
-    return name
-
-
-def _families(
+def encoder_families(
     name: str,
     read: Callable[..., ModelConfig],
     names: Mapping[str, str],
     head: Mapping[str, str],
     prefix: str,
+    build: type[Bert] = Bert,
 ) -> tuple[Family, Family]:
     """Return an encoder family and its classifier family."""
     classifier = f"{name}-classifier"
     return (
-        Family(name=name, build=Bert, read=partial(read, name=name), rename=partial(rename_bert, names, {}, prefix)),
+        Family(name=name, build=build, read=partial(read, name=name), rename=partial(rename_bert, names, {}, prefix)),
         Family(
-            name=classifier, build=Bert, read=partial(read, name=classifier, classifies=True),
+            name=classifier, build=build, read=partial(read, name=classifier, classifies=True),
             rename=partial(rename_bert, names, head, prefix),
         ),
     )  # fmt: skip
 
 
 _read_roberta = partial(read_bert, skips_padding=True)
-BERT, BERT_CLASSIFIER = _families("bert", read_bert, BERT_NAMES, BERT_HEAD, "bert.")
+BERT, BERT_CLASSIFIER = encoder_families("bert", read_bert, BERT_NAMES, BERT_HEAD, "bert.")
 BERT = replace(BERT, gguf=GGUF)  # GGUF files of the other encoders are named bert too
-ROBERTA, ROBERTA_CLASSIFIER = _families("roberta", _read_roberta, BERT_NAMES, ROBERTA_HEAD, "roberta.")
-XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER = _families("xlm-roberta", _read_roberta, BERT_NAMES, ROBERTA_HEAD, "roberta.")
-DISTILBERT, DISTILBERT_CLASSIFIER = _families(
+ROBERTA, ROBERTA_CLASSIFIER = encoder_families("roberta", _read_roberta, BERT_NAMES, ROBERTA_HEAD, "roberta.")
+XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER = encoder_families(
+    "xlm-roberta", _read_roberta, BERT_NAMES, ROBERTA_HEAD, "roberta."
+)
+DISTILBERT, DISTILBERT_CLASSIFIER = encoder_families(
     "distilbert", read_distilbert, DISTILBERT_NAMES, DISTILBERT_HEAD, "distilbert."
 )

@@ -11,6 +11,7 @@ from quire.runtime.models.hf_vision import (
     find_images,
     read_channels,
     read_placeholder,
+    read_theta,
     refuse_prepared,
     vision_fields,
 )
@@ -38,20 +39,10 @@ def read_gemma4_vision(config: Fields) -> Vision:
     grid = _read_grid(config, patch, merge, is_whole=sees_whole)
     return Vision(
         grid, depth, size, inner, heads, patch, merge, frames=1, is_gated=True, mean=HALF, std=HALF, table_side=places,
-        has_axes=False, norm_eps=tower.number("rms_norm_eps", 1e-6), theta=_read_theta(tower),
+        has_axes=False, norm_eps=tower.number("rms_norm_eps", 1e-6), theta=read_theta(tower, _THETA),
         is_clipped=tower.flag("use_clipped_linears", False), is_standardized=tower.flag("standardize", False),
         whole_in_windows=sees_whole, filler_id=config.integer("pad_token_id", 0),
     )  # fmt: skip
-
-
-def _read_theta(tower: Fields) -> float:
-    rope = tower.raw("rope_parameters") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", "axial") not in ("axial", "default"):
-        raise tower.refuse("rope_parameters", "only axial positions are supported")
-    theta = rope.get("rope_theta", _THETA)
-    if type(theta) not in (int, float) or theta <= 0:
-        raise tower.refuse("rope_parameters.rope_theta", "must be a positive number")
-    return float(theta)
 
 
 def _read_grid(config: Fields, patch: int, merge: int, *, is_whole: bool) -> ImageGrid:

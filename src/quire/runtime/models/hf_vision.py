@@ -140,6 +140,36 @@ def read_placeholder(config: Fields, key: str, usual: int) -> int:
     return token_id
 
 
+def find_token(config: Fields, content: str, usual: int) -> int:
+    """Return the id of a special token from the tokenizer's files. `usual`: its id if there are no such files."""
+    path, table = Path(config.file).with_name("tokenizer_config.json"), Path(config.file).with_name("tokenizer.json")
+    known = read_json(path).get("added_tokens_decoder") if path.is_file() else None
+    if isinstance(known, dict):
+        tokens = {each.get("content"): int(number) for number, each in known.items() if isinstance(each, dict)}
+    elif table.is_file():
+        added = read_json(table).get("added_tokens")
+        tokens = {each["content"]: each["id"] for each in added} if isinstance(added, list) else {}
+    else:
+        path, tokens = Path(config.file), {content: usual}
+    found = tokens.get(content)
+    if type(found) is not int or not 0 <= found < config.integer("vocab_size"):
+        raise Fields(str(path), {}).refuse(
+            content, "is no token of the vocabulary", fix="use the model's own tokenizer"
+        )
+    return found
+
+
+def read_theta(tower: Fields, usual: float) -> float:
+    """Return the base of the tower's rotary positions."""
+    rope = tower.raw("rope_parameters") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", "axial") not in ("axial", "default"):
+        raise tower.refuse("rope_parameters", "only axial positions are supported")
+    theta = rope.get("rope_theta", tower.raw("rope_theta") or usual)
+    if type(theta) not in (int, float) or theta <= 0:
+        raise tower.refuse("rope_parameters.rope_theta", "must be a positive number")
+    return float(theta)
+
+
 def _refuse_rope(tower: Fields) -> None:
     """Refuse other rotary positions than all published towers have."""
     rope = tower.raw("rope_parameters") or {}

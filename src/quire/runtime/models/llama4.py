@@ -1,9 +1,8 @@
 """Llama 4 (text): every layer, or every second one, has a shared expert and one routed expert per token.
 
 The router's score multiplies the input of the expert. Most layers attend within chunks of the text; the others have no
-rotary positions, and scale queries by their position in long contexts. Up to the first chunk's end both change nothing:
-`context_limit` keeps contexts there. Heads are normed without weights in layers with rotary positions. A norm without
-weights commutes with a rotation, so that heads are normed first, as in other families.
+rotary positions, and scale queries by their position in long contexts. Heads are normed without weights in layers with
+rotary positions. A norm without weights commutes with a rotation, so that heads are normed first, as in other families.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.config.fields import Fields
-from quire.config.model import Experts, ModelConfig
+from quire.config.model import Experts, ModelConfig, QueryScaling
 from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.models.decoder import Decoder
@@ -51,7 +50,8 @@ def read_llama4(config: Fields) -> ModelConfig:
     return read_decoder(
         sizes, "llama4_text", length, heads=heads, rope=rope, layers_without_rope=without, qkv_bias=bias, o_bias=bias,
         norm_eps=config.number("rms_norm_eps", 1e-5), qk_norm=config.flag("use_qk_norm", True),
-        context_limit=read_limit(config, has_scaled=bool(without)), experts=read_experts(config),
+        windows=read_chunks(config, without), has_chunks=True, query_scaling=read_query_scaling(config),
+        experts=read_experts(config),
     )  # fmt: skip
 
 
@@ -70,23 +70,25 @@ def read_experts(config: Fields) -> Experts:
     return check_experts(config, experts, ("num_local_experts", "num_experts_per_tok", "intermediate_size"))
 
 
-def read_limit(config: Fields, *, has_scaled: bool) -> tuple[str, int] | None:
-    """Return the most tokens for which one chunk holds the context and no query is scaled. `has_scaled`: whether layers
-    may scale queries."""
-    kinds, limits = config.raw("layer_types"), []
-    if kinds is not None and (not isinstance(kinds, list) or any(kind not in (CHUNKED, FULL) for kind in kinds)):
-        raise config.refuse("layer_types", f"must be {CHUNKED} or {FULL} for each layer")
-    chunk = (
-        config.optional_integer("attention_chunk_size", least=1)
-        if "attention_chunk_size" in config.values
-        else USUAL_CHUNK
-    )
-    if chunk is not None and (kinds is None or CHUNKED in kinds):
-        limits.append((chunk, "attention_chunk_size"))
-    scaled = config.raw("attn_temperature_tuning")  # the first published files have the number 4
-    if has_scaled and (scaled is None or bool(scaled)):
-        limits.append((config.integer("floor_scale", USUAL_CHUNK, least=2) - 1, "floor_scale"))
-    return min(limits)[::-1] if limits else None
+def read_chunks(config: Fields, without_rope: tuple[int, ...]) -> tuple[int | None, ...]:
+    """Return the tokens of a chunk for each layer that attends within chunks; None for the others."""
+    count, kinds = config.integer("num_hidden_layers"), config.raw("layer_types")
+    if kinds is None:
+        kinds = [FULL if layer in without_rope else CHUNKED for layer in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (CHUNKED, FULL) for kind in kinds):
+        raise config.refuse("layer_types", f"must be {CHUNKED} or {FULL} for each of {count} layers")
+    size: int | None = USUAL_CHUNK
+    if "attention_chunk_size" in config.values:
+        size = config.optional_integer("attention_chunk_size", least=1)
+    return () if size is None else tuple(size if kind == CHUNKED else None for kind in kinds)
+
+
+def read_query_scaling(config: Fields) -> QueryScaling | None:
+    """Return how layers without rotary positions scale queries; None: they do not."""
+    wanted = config.raw("attn_temperature_tuning")  # the first published files have the number 4
+    if not (wanted is None or bool(wanted)):
+        return None
+    return QueryScaling(config.number("attn_scale", 0.1), config.integer("floor_scale", USUAL_CHUNK, least=1), offset=1)
 
 
 def rename_llama4(name: str) -> str | None:

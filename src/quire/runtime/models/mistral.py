@@ -8,7 +8,7 @@ from dataclasses import replace
 from quire.config.fields import Fields
 from quire.config.model import QUERY_SCALE, ModelConfig
 from quire.runtime.models.decoder import Decoder, read_mistral
-from quire.runtime.models.family import Family, text_model_name
+from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import read_decoder, read_window, read_windows
 from quire.runtime.models.hf_rope import read_rope
 
@@ -38,7 +38,7 @@ def read_ministral3(config: Fields) -> ModelConfig:
     )  # fmt: skip
 
 
-def read_mistral3(config: Fields) -> ModelConfig:
+def read_mistral3_text(config: Fields) -> ModelConfig:
     """Read the text model, which is a Mistral or a Ministral 3."""
     kind = config.text("model_type", "mistral")
     if kind == "ministral3":
@@ -50,11 +50,5 @@ def read_mistral3(config: Fields) -> ModelConfig:
     return replace(read_mistral(Fields(config.file, {**_TEXT_SIZES, **config.values})), architecture="mistral3")
 
 
-def rename(name: str) -> str | None:
-    """Ignore the vision tower."""
-    return text_model_name(name, ("vision_tower.", "multi_modal_projector."))
-
-
 MINISTRAL = Family(name="ministral", build=Decoder, read=read_ministral)
 MINISTRAL3 = Family(name="ministral3", build=Decoder, read=read_ministral3)
-MISTRAL3 = Family(name="mistral3", build=Decoder, read=read_mistral3, rename=rename, nested="text_config")

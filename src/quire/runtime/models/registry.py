@@ -20,6 +20,10 @@ DECODERS: tuple[Kind, ...] = ("decoder", "decoder classifier", "decoder embedder
 
 
 MTP = "-mtp"  # ends the name of an MTP head's family; the rest is that of its target
+WITH_MTP = frozenset({  # families whose checkpoints may have such a head: see mtp.py
+    "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next", "qwen3_5_text",
+    "qwen3_5_moe_text", "mimo", "ernie4_5_moe",
+})  # fmt: skip
 
 
 class Entry(NamedTuple):
@@ -42,7 +46,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "mistral": Entry("decoder", "MISTRAL", ("MistralForCausalLM",)),
     "ministral": Entry("mistral", "MINISTRAL", ("MinistralForCausalLM",)),
     "ministral3": Entry("mistral", "MINISTRAL3", ("Ministral3ForCausalLM",)),
-    "mistral3": Entry("mistral", "MISTRAL3", ("Mistral3ForConditionalGeneration",)),
+    "mistral3": Entry("pixtral", "MISTRAL3", ("Mistral3ForConditionalGeneration",)),
     "mixtral": Entry("mixture", "MIXTRAL", ("MixtralForCausalLM",), in_gguf=True, gguf_name="llama", gguf_mixture=True),
     "qwen2": Entry("decoder", "QWEN2", ("Qwen2ForCausalLM",), in_gguf=True),
     "mimo": Entry("decoder", "MIMO", ("MiMoForCausalLM",)),
@@ -172,10 +176,42 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "distilbert": Entry("bert", "DISTILBERT", ("DistilBertModel", "DistilBertForMaskedLM"), kind="encoder"),
     "modernbert": Entry("modern_bert", "MODERN_BERT", ("ModernBertModel", "ModernBertForMaskedLM"), kind="encoder"),
     "embedding_gemma": Entry("embedding_gemma", "EMBEDDING_GEMMA", ("Gemma3TextModel",), kind="encoder"),
+    "nomic_bert": Entry(
+        "rotary_bert", "NOMIC", ("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForPreTraining"), kind="encoder"
+    ),
+    "jina_embeddings_v3": Entry(
+        "rotary_bert", "JINA3", ("JinaEmbeddingsV3Model", "JinaEmbeddingsV3ForMaskedLM"), kind="encoder"
+    ),
+    "camembert": Entry("bert_variants", "CAMEMBERT", ("CamembertModel", "CamembertForMaskedLM"), kind="encoder"),
+    "electra": Entry(
+        "bert_variants", "ELECTRA", ("ElectraModel", "ElectraForMaskedLM", "ElectraForPreTraining"), kind="encoder"
+    ),
+    "albert": Entry(
+        "bert_variants", "ALBERT", ("AlbertModel", "AlbertForMaskedLM", "AlbertForPreTraining"), kind="encoder"
+    ),
+    "mpnet": Entry("bert_variants", "MPNET", ("MPNetModel", "MPNetForMaskedLM"), kind="encoder"),
     "bert-classifier": Entry("bert", "BERT_CLASSIFIER", ("BertForSequenceClassification",), kind="classifier"),
     "roberta-classifier": Entry("bert", "ROBERTA_CLASSIFIER", ("RobertaForSequenceClassification",), kind="classifier"),
     "xlm-roberta-classifier": Entry(
         "bert", "XLM_ROBERTA_CLASSIFIER", ("XLMRobertaForSequenceClassification",), kind="classifier"
+    ),
+    "nomic_bert-classifier": Entry(
+        "rotary_bert", "NOMIC_CLASSIFIER", ("NomicBertForSequenceClassification",), kind="classifier"
+    ),
+    "jina_embeddings_v3-classifier": Entry(
+        "rotary_bert", "JINA3_CLASSIFIER", ("JinaEmbeddingsV3ForSequenceClassification",), kind="classifier"
+    ),
+    "camembert-classifier": Entry(
+        "bert_variants", "CAMEMBERT_CLASSIFIER", ("CamembertForSequenceClassification",), kind="classifier"
+    ),
+    "electra-classifier": Entry(
+        "bert_variants", "ELECTRA_CLASSIFIER", ("ElectraForSequenceClassification",), kind="classifier"
+    ),
+    "albert-classifier": Entry(
+        "bert_variants", "ALBERT_CLASSIFIER", ("AlbertForSequenceClassification",), kind="classifier"
+    ),
+    "mpnet-classifier": Entry(
+        "bert_variants", "MPNET_CLASSIFIER", ("MPNetForSequenceClassification",), kind="classifier"
     ),
     "modernbert-classifier": Entry(
         "modern_bert", "MODERN_BERT_CLASSIFIER", ("ModernBertForSequenceClassification",), kind="classifier"

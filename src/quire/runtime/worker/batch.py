@@ -92,6 +92,7 @@ class BatchBuilder:
         self._rows, self._cache, self._backend, self._states, self._images = rows, cache, backend, states, images
         self.adapters = adapters
         self._window, self._all_windows = cache.window, not any(cache.sources)
+        self._chunks = cache.chunks or (None,) * len(cache.sources)
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
         # whether the layers of all tables but the first have the same head offsets in a block
         self._alike = len({(len(each.heads), each.stride) for each in self._heads[1:]}) == 1
@@ -202,7 +203,8 @@ class BatchBuilder:
             table = all_tables[chunk.row, :num_blocks].long()
             chunks.append(ChunkSpan(begin, chunk.start, chunk.num_tokens, table))
             begin += chunk.num_tokens
-        return AttentionBatch(lengths, block_ids, tuple(chunks), size, self._cache.of_tables[index], window)
+        layer, tokens = self._cache.of_tables[index], self._chunks[index]
+        return AttentionBatch(lengths, block_ids, tuple(chunks), size, layer, window, tokens)
 
     def _clear_entered(self, plan: StepPlan, decodes: Longs) -> None:
         """Zero the blocks whose first slot is written in this step and whose last slot is not."""

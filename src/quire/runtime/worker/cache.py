@@ -35,6 +35,7 @@ class KVCache:
     """
 
     window: int | None = None  # size in tokens; None: no layer has a window
+    chunks: tuple[int | None, ...] = ()  # see KVLayout
 
     def __init__(
         self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device,
@@ -63,6 +64,7 @@ class KVCache:
         assert self._sides == 2 or not layout.num_states, "states lie in keys and values"
         self.states = _states(memory, config, layout)  # of each recurrent layer: [states, numbers] float32
         self.num_blocks, self.block_size, self.window = config.num_blocks, config.block_size, layout.window
+        self.chunks = layout.chunks
 
     def first(self, num_layers: int) -> KVCache:
         """Return a view of the same memory for a model that has only the first `num_layers` layers."""

@@ -79,7 +79,7 @@ class ImageRows:
     def check_image(self, image: PromptImage) -> None:
         """Raise InvalidRequest for an image whose pixel data does not match its size."""
         unit = self._vision.grid.unit
-        if len(image.pixels) != image.num_tokens * unit * unit * 3:
+        if len(image.pixels) != image.num_placeholders * unit * unit * 3:
             raise InvalidRequest("images", "an image's pixels do not match its size", "resize it as the model asks")
 
     # -------------------------------------------------------------------------------------------------- positions
@@ -113,8 +113,9 @@ class ImageRows:
                 first, last = max(image.start, chunk.start), min(image.end, end)
                 if first < last:
                     self._begun[chunk.row] = image.key
-                    places.append(np.arange(first, last, dtype=np.int64) + (begin - chunk.start))
-                    vectors.append(self._vectors_of(image)[first - image.start : last - image.start])
+                    places.append(_placeholders(image, first, last) + (begin - chunk.start))
+                    span = slice(*(image.placeholders_before(index - image.start) for index in (first, last)))
+                    vectors.append(self._vectors_of(image)[span])
                     if self._vision.grid.is_whole:
                         blocks.append(self._block_of(chunk, image, begin))
             if images:
@@ -163,6 +164,12 @@ class ImageRows:
         assert self._images.keys() <= self._axes.keys() or not self._vision.has_axes
         rows = np.array(sorted(self._axes), dtype=np.int64)
         assert (self.shifts.cpu().numpy()[rows] == self._host_shifts[rows]).all()
+
+
+def _placeholders(image: PromptImage, first: int, last: int) -> Longs:
+    """Return the indices in the prompt of the placeholders among tokens first .. last of an image."""
+    found = np.arange(first, last, dtype=np.int64)
+    return found[(found - image.start) % (image.columns + image.gap) < image.columns] if image.gap else found
 
 
 def axes_of(images: Sequence[PromptImage]) -> tuple[Longs, int]:

@@ -188,7 +188,7 @@ def _plan(files: ModelFiles, arguments: EngineArguments, facts: HardwareFacts) -
     from quire.runtime.loading.hf.sentence import read_embedding_settings
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.models.registry import ENTRIES
-    from quire.serving.assembly import as_served, find_draft
+    from quire.serving.assembly import PlannedEngine, as_served, find_draft
 
     model = as_served(read_model_config(files), arguments)
     title = f"model {files.name}: {model.architecture}, {model.num_parameters / 1e6:,.0f}M parameters"
@@ -203,7 +203,8 @@ def _plan(files: ModelFiles, arguments: EngineArguments, facts: HardwareFacts) -
     where = (
         f"runs on {config.device.device} in {config.device.dtype}, {config.scheduler.max_num_seqs} sequences at once"
     )
-    return [title, where, str(plan)]
+    advice = PlannedEngine(files, model, config, plan).advice
+    return [title, where, str(plan), *([] if advice is None else [advice])]
 
 
 def _print_section(title: str, rows: list[tuple[str, str]]) -> None:

@@ -111,8 +111,9 @@ class ImageReader:
         height, width = fitting_size(image.height, image.width, self.limits.grid, field)
         how = library.Resampling.BILINEAR if self.limits.grid.is_bilinear else library.Resampling.BICUBIC
         pixels = image.resize((width, height), how).tobytes()
-        rows, columns = height // self.limits.grid.unit, width // self.limits.grid.unit
-        return PromptImage(0, rows, columns, pixels, image_key(rows, columns, pixels))
+        grid = self.limits.grid
+        rows, columns = height // grid.unit, width // grid.unit
+        return PromptImage(0, rows, columns, pixels, image_key(rows, columns, pixels), len(grid.row_ends[:1]))
 
     def _check_size(self, field: str, width: int, height: int) -> None:
         if width < 1 or height < 1:
@@ -133,6 +134,9 @@ def fitting_size(height: int, width: int, grid: ImageGrid, field: str = "images"
     unit = grid.unit
     if grid.fills:
         rows, columns = _filling(height, width, grid)
+        return rows * unit, columns * unit
+    if grid.longest:
+        rows, columns = _shrunk(height, width, grid)
         return rows * unit, columns * unit
     rows, columns = round(height / unit), round(width / unit)
     if rows * columns * unit**2 > grid.max_pixels:
@@ -155,6 +159,16 @@ def _filling(height: int, width: int, grid: ImageGrid) -> tuple[int, int]:
     if not rows:
         return 1, min(width // height, grid.max_tokens)
     return (rows, columns) if columns else (min(height // width, grid.max_tokens), 1)
+
+
+def _shrunk(height: int, width: int, grid: ImageGrid) -> tuple[int, int]:
+    """Return the rows and columns of an image whose longer side is at most `grid.longest`. Images of too few tokens are
+    enlarged."""
+    ratio = max(height, width) / grid.longest
+    if ratio > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    rows, columns = -(-height // grid.unit), -(-width // grid.unit)
+    return (rows, columns) if rows * (columns + len(grid.row_ends[:1])) >= FEWEST_TOKENS else (2, 2)
 
 
 def _upright(library: Any, image: Any) -> Any:
@@ -190,10 +204,11 @@ def with_replacements(text: str, grid: ImageGrid) -> str:
 
 
 def place_images(
-    field: str, token_ids: Sequence[int], images: Sequence[PromptImage], token_id: int
+    field: str, token_ids: Sequence[int], images: Sequence[PromptImage], grid: ImageGrid
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Repeat each placeholder in a prompt once for each token of its image, and set where images start. Raises
-    InvalidRequest unless there is one placeholder for each image."""
+    """Repeat each placeholder in a prompt once for each token of its image, insert the tokens that end its rows, and
+    set where images start. Raises InvalidRequest unless there is one placeholder for each image."""
+    token_id = grid.token_id
     count = sum(token == token_id for token in token_ids)
     if count != len(images):
         reason = f"has {count} placeholders of images, and {len(images)} images were sent"
@@ -204,7 +219,12 @@ def place_images(
         if token == token_id:
             image = replace(images[len(found)], start=len(placed))
             found.append(image)
-            placed += [token_id] * image.num_tokens
+            if image.gap:
+                row_end, last = grid.row_ends
+                placed += ([token_id] * image.columns + [row_end]) * image.rows
+                placed[-1] = last
+            else:
+                placed += [token_id] * image.num_tokens
         else:
             placed.append(token)
     return tuple(placed), tuple(found)

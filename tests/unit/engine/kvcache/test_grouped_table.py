@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from quire.config.kv_cache import KVGroups
 from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.grouped_table import KEPT_TOKENS, GroupedTable
@@ -26,6 +28,19 @@ def test_a_table_reads_the_blocks_that_its_next_token_sees() -> None:
     table.free()
     assert pool.num_window_blocks == 0
     pool.check()
+
+
+@pytest.mark.parametrize("size", [8, 6])
+def test_a_table_frees_the_blocks_of_a_chunk_that_has_ended(size: int) -> None:
+    pool, table = made(KVGroups(window=size, num_window_blocks=2, is_chunked=True))
+    for position in range(41):
+        table.leave_window(position)
+        table.append(1)
+        seen = {table.blocks[each // SIZE] for each in range(position // size * size, position + 1)}
+        assert {block for block in table.blocks if pool.is_read(block)} == seen
+        table.check()
+    table.free()
+    assert pool.num_window_blocks == 0
 
 
 def test_states_are_kept_at_the_end_of_a_prompt_and_every_so_many_tokens() -> None:

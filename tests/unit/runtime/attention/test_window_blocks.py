@@ -64,6 +64,22 @@ def test_blocks_before_the_window_do_not_change_results(name: str, size: int, ru
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("size", "tokens"), [(1, 7), (4, 16), (16, 48), (16, 320)])
+@pytest.mark.parametrize("name", ["reference", "gather", "native"])
+def test_tokens_see_those_of_their_own_chunk(name: str, size: int, tokens: int) -> None:
+    if name == "native" and MISSING is not None:
+        pytest.skip(MISSING)
+    rule = AttentionRule(0.3, window=tokens, is_chunked=True)
+    batch, cache, tensors = batch_of(DECODES, CHUNKS, size, HEADS)
+    reference, backend = ReferenceAttention(), make_backend(name, HEADS, torch.float32, CPU)
+    expected = reference.attend(*tensors, cache, reference.prepare(batch), rule)
+    unlike = reference.attend(*tensors, cache, reference.prepare(batch), replace(rule, is_chunked=False))
+    assert not torch.allclose(expected, unlike, rtol=1e-2, atol=1e-2)
+    filled, others = without_others(batch, cache, tokens, float("nan"))
+    found = backend.attend(*tensors, others, backend.prepare(replace(filled, chunk=tokens)), rule)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @needs_native
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("heads", [Heads(6, 2, 64), Heads(6, 6, 32), Heads(6, 1, 80)])

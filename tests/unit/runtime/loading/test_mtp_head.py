@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
@@ -15,10 +17,14 @@ from family_models import FamilyCase
 from mtp_heads import MtpCase
 from quire.config.arguments import EngineArguments
 from quire.config.speculation import MTP_NAMES
+from quire.runtime.hardware import detect_hardware
 from quire.runtime.loading.files import ModelFiles, files_at
 from quire.runtime.loading.hf.mtp import has_head
 from quire.runtime.loading.model_config import read_model_config
+from quire.runtime.models.mtp import HEADS
+from quire.runtime.models.registry import MTP, WITH_MTP
 from quire.serving.assembly import plan_engine
+from quire.serving.cli.doctor import _plan
 from quire.types.errors import ConfigError, ModelLoadError
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
@@ -105,6 +111,23 @@ def test_a_checkpoint_without_the_tensors_of_a_head_is_refused_by_their_prefix(f
         plan_engine(files_at(tmp_path), arguments(speculative_config={"method": "mtp"}))
 
 
+def test_the_log_of_a_start_names_a_head_that_nothing_uses(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = files_at(folder)
+    advice = plan_engine(files, arguments()).advice
+    assert advice is not None
+    assert '{"method": "mtp"}' in advice
+    assert plan_engine(files, arguments(speculative_config={"method": "mtp"})).advice is None
+    assert plan_engine(files, arguments(speculative_config={"method": "ngram"})).advice is None
+    with caplog.at_level("INFO", "quire"):
+        plan_engine(files, arguments()).build("auto", lambda *_: None).close()
+    assert advice in caplog.text
+    assert advice in _plan(files, arguments(), detect_hardware())  # of `quire doctor`
+
+
+def test_the_registry_names_the_families_with_heads() -> None:
+    assert {name.removesuffix(MTP) for name in HEADS} == WITH_MTP
+
+
 def test_a_damaged_head_is_refused_by_the_tensor_that_is_missing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     tensors = load_file(folder / "model.safetensors")
@@ -134,5 +157,38 @@ def test_a_qwen_within_a_model_for_images_drafts_with_its_head(tmp_path: Path) -
     }
     save_file(renamed, tmp_path / "model.safetensors")
     drafted, num_drafted = answers(files_at(tmp_path), {"method": "qwen3_5_mtp"})
+    assert (drafted, 0) == answers(files_at(tmp_path), None)
+    assert num_drafted > 0
+
+
+def in_blocks(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix in float8, and the scale of each block of `size` by `size`."""
+    rows, columns = (-(-length // size) * size for length in tensor.shape)
+    padded = torch.zeros(rows, columns)
+    padded[: len(tensor), : tensor.shape[1]] = tensor
+    scales = padded.view(rows // size, size, columns // size, size).abs().amax(dim=(1, 3)) / 448
+    spread = scales.repeat_interleave(size, 0).repeat_interleave(size, 1)[: len(tensor), : tensor.shape[1]]
+    return (tensor / spread).to(torch.float8_e4m3fn), scales
+
+
+def test_the_head_of_a_checkpoint_in_blocks_of_float8_is_read_as_stored(tmp_path: Path) -> None:
+    case = MtpCase(FamilyCase("deepseek_v3", tmp_path), knows=True)
+    case.save()
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if tensor.dim() == 2 and ".layers." in name and not re.search("gate.weight|embed|head|kv_b|kv_a", name):
+            stored[name], stored[f"{name}_scale_inv"] = in_blocks(tensor, 128)
+        else:
+            stored[name] = tensor
+    assert stored["model.layers.3.eh_proj.weight"].dtype == torch.float8_e4m3fn
+    save_file(stored, tmp_path / "model.safetensors")
+    told = json.loads((tmp_path / "config.json").read_text())
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(told | {"quantization_config": scheme}))
+    plan = plan_engine(files_at(tmp_path), arguments(speculative_config={"method": "mtp"}))
+    assert plan.config.speculation is not None
+    assert plan.config.speculation.draft is not None
+    assert plan.config.speculation.draft.levels.gpu_parameters > 0
+    drafted, num_drafted = answers(files_at(tmp_path), {"method": "mtp"})
     assert (drafted, 0) == answers(files_at(tmp_path), None)
     assert num_drafted > 0

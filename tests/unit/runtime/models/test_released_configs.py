@@ -54,7 +54,8 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     if kinds is None:  # one kind of layers, with a window if the model has one
         has_window = window is not None and getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention" if has_window else "full_attention"] * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    sizes = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+    return tuple(map(sizes.get, kinds))
 
 
 def key_heads_of(config: Any) -> int:
@@ -133,6 +134,8 @@ def test_sizes_of_a_released_encoder_are_those_of_transformers(name: str) -> Non
     assert ours.norm_eps == (first(theirs, "layer_norm_eps", "norm_eps", "rms_norm_eps") or 1e-12)
     assert ours.encoder is not None
     assert ours.encoder.num_types == getattr(theirs, "type_vocab_size", 0)
-    assert ours.encoder.position_offset == (theirs.pad_token_id + 1 if "roberta" in theirs.model_type else 0)
+    skips = any(name in theirs.model_type for name in ("roberta", "camembert", "mpnet"))
+    assert ours.encoder.position_offset == (theirs.pad_token_id + 1 if skips else 0)
+    assert (ours.encoder.embedding_size or ours.hidden_size) == (first(theirs, "embedding_size") or theirs.hidden_size)
     has_head = "SequenceClassification" in ENCODERS[name]["architectures"][0]
     assert ours.encoder.num_labels == (theirs.num_labels if has_head else 0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.config.vision import ImageGrid, ImageLimits, Vision
+from quire.config.vision import USUAL_MEAN, USUAL_STD, ImageGrid, ImageLimits, Vision
 from quire.runtime.layers.vision import cut_patches
 from quire.serving.vision.image_reader import ImageBudget, ImageReader, fitting_size, place_images, with_replacements
 from quire.types.errors import InvalidRequest
@@ -107,6 +107,34 @@ def test_images_that_fill_a_budget_are_those_of_gemma_4(size: tuple[int, int], t
     pixels = torch.frombuffer(bytearray(found.pixels), dtype=torch.uint8).view(48 * found.rows, 48 * found.columns, 3)
     cut = pixels.view(3 * found.rows, 16, 3 * found.columns, 16, 3).transpose(1, 2).reshape(-1, 768)
     torch.testing.assert_close(cut / 255, made["pixel_values"][0][: len(cut)].float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [*SIZES[1:7], (40, 4_000), (896, 896), (1_541, 3_000), (57, 20)])
+def test_images_of_a_longest_side_are_those_of_pixtral(size: tuple[int, int]) -> None:
+    processing = pytest.importorskip("transformers.models.pixtral.image_processing_pil_pixtral")
+    made = processing.PixtralImageProcessorPil(size={"longest_edge": 1_540}, patch_size={"height": 28, "width": 28})
+    grid, image = ImageGrid(9, longest=1_540, row_ends=(7, 8)), noise(*size)
+    wanted = made(images=[image], return_tensors="pt")
+    found = ImageReader(ImageLimits(grid)).prepare("image", image)
+    assert [28 * found.rows, 28 * found.columns] == wanted["image_sizes"][0].tolist()
+    assert found.num_tokens <= grid.max_tokens
+    pixels = torch.frombuffer(bytearray(found.pixels), dtype=torch.uint8).view(28 * found.rows, 28 * found.columns, 3)
+    normal = (pixels / 255 - torch.tensor(USUAL_MEAN)) / torch.tensor(USUAL_STD)
+    torch.testing.assert_close(normal.permute(2, 0, 1), wanted["pixel_values"][0].float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (28, 56), (10, 84), (29, 5)])
+def test_a_tiny_image_has_as_many_tokens_as_its_key_needs(size: tuple[int, int]) -> None:
+    found = ImageReader(ImageLimits(ImageGrid(9, longest=1_540, row_ends=(7, 8)))).prepare("image", noise(*size))
+    assert found.num_tokens >= 4
+
+
+def test_rows_of_an_image_end_with_tokens_of_their_own() -> None:
+    images = [PromptImage(0, 2, 3, b"", b"a", 1), PromptImage(0, 1, 4, b"", b"b", 1)]
+    tokens, placed = place_images("prompt", [1, 9, 9, 2], images, ImageGrid(9, row_ends=(7, 8)))
+    assert tokens == (1, 9, 9, 9, 7, 9, 9, 9, 8, 9, 9, 9, 9, 8, 2)
+    assert [(image.start, image.end, image.num_placeholders) for image in placed] == [(1, 9, 6), (9, 14, 4)]
+    assert [images[0].placeholders_before(index) for index in range(9)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
 
 
 def test_a_prompt_has_more_around_an_image_than_the_template_writes() -> None:
@@ -250,7 +278,7 @@ def test_equal_pixels_of_another_shape_are_another_image() -> None:
 
 def test_placeholders_are_repeated_for_all_tokens_of_their_images() -> None:
     images = [PromptImage(0, 2, 3, b"", b"a"), PromptImage(0, 2, 2, b"", b"b")]
-    tokens, placed = place_images("prompt", [1, 9, 2, 9], images, 9)
+    tokens, placed = place_images("prompt", [1, 9, 2, 9], images, GRID)
     assert tokens == (1, *[9] * 6, 2, *[9] * 4)
     assert [(image.start, image.end, image.key) for image in placed] == [(1, 7, b"a"), (8, 12, b"b")]
 
@@ -258,4 +286,4 @@ def test_placeholders_are_repeated_for_all_tokens_of_their_images() -> None:
 @pytest.mark.parametrize("tokens", [[1, 2], [9, 9]])
 def test_a_placeholder_without_an_image_or_an_image_without_one_is_refused(tokens: list[int]) -> None:
     with pytest.raises(InvalidRequest, match=f"{tokens.count(9)} placeholders of images, and 1 images"):
-        place_images("prompt", tokens, [PromptImage(0, 2, 3, b"", b"a")], 9)
+        place_images("prompt", tokens, [PromptImage(0, 2, 3, b"", b"a")], GRID)

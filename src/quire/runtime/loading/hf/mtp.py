@@ -7,14 +7,15 @@ from pathlib import Path
 from quire.config.model import ModelConfig
 from quire.runtime.loading.hf.directory import weight_files
 from quire.runtime.loading.hf.safetensors import SafetensorsFile
-from quire.runtime.models.mtp import HEADS, head_config
-from quire.runtime.models.registry import MTP
+from quire.runtime.models.registry import WITH_MTP
 from quire.types.errors import ConfigError, ModelLoadError
 
 
 def hf_head_config(directory: Path, target: ModelConfig) -> ModelConfig:
     """Return the config of the head in the checkpoint of `target`, without numbers of weights. Raises ConfigError if
     there is none."""
+    from quire.runtime.models.mtp import head_config
+
     found = head_config(target)
     assert found.mtp is not None
     if not _has_tensors(directory, found.mtp.prefix, unknown=True):
@@ -25,8 +26,10 @@ def hf_head_config(directory: Path, target: ModelConfig) -> ModelConfig:
 
 def has_head(directory: Path, target: ModelConfig) -> bool:
     """Whether the checkpoint of `target` has an MTP head that Quire can use. Reads only the files' headers."""
-    if f"{target.architecture}{MTP}" not in HEADS:
+    if target.architecture not in WITH_MTP:
         return False
+    from quire.runtime.models.mtp import head_config  # imports the families that have heads
+
     head = head_config(target).mtp
     return head is not None and _has_tensors(directory, head.prefix, unknown=False)
 

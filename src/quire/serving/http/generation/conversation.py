@@ -51,7 +51,7 @@ def with_placeholders(service: Service, tokens: Sequence[int], images: Sequence[
 
     limits = service.engine().images
     assert limits is not None, "images are taken only where the engine has limits for them"
-    return place_images("messages", tokens, images, limits.grid.token_id)[0]
+    return place_images("messages", tokens, images, limits.grid)[0]
 
 
 def render_messages(

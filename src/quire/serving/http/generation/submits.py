@@ -140,4 +140,4 @@ def _place(
     from quire.serving.vision.image_reader import place_images  # not imported unless there are images
 
     assert engine.images is not None, "images are taken only where the engine has limits for them"
-    return place_images(field, ids, prompt.images, engine.images.grid.token_id)
+    return place_images(field, ids, prompt.images, engine.images.grid)

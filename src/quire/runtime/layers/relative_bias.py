@@ -1,0 +1,38 @@
+"""A learned bias on attention scores by the distance of two tokens, in buckets that widen with the distance (MPNet)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.config.model import Heads
+from quire.runtime.layers.weights import Placement, WeightLayer
+
+NUM_BUCKETS, MOST_DISTANCE = 32, 128  # from MOST_DISTANCE on distances share a bucket
+
+
+class RelativeBias(WeightLayer):
+    """Half of the buckets are for keys after the query. The nearest distances have a bucket each."""
+
+    def __init__(self, name: str, heads: Heads, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(NUM_BUCKETS, heads.num_query)
+        self.parts = (f"{name}.weight",)
+
+    def forward(self, length: int) -> Tensor:
+        """Return the terms of queries and keys at the first `length` positions [1, heads, length, length]."""
+        steps = torch.arange(1 - length, length, device=self.weight.device)  # from a query to a key
+        by_step = F.embedding(_buckets(steps), self.weight)  # [2 * length - 1, heads]
+        places = torch.arange(length, device=self.weight.device)
+        return by_step.t()[:, places - places[:, None] + (length - 1)].unsqueeze(0)
+
+
+def _buckets(steps: Tensor) -> Tensor:
+    half = NUM_BUCKETS // 2
+    distance, exact = steps.abs(), half // 2
+    share = (distance.clamp(min=1).float() / exact).log() / math.log(MOST_DISTANCE / exact)
+    wide = (exact + (share * (half - exact)).long()).clamp(max=half - 1)
+    return torch.where(distance < exact, distance, wide) + half * (steps > 0)
