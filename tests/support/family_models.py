@@ -46,8 +46,17 @@ INDEXER: dict[str, Any] = {"index_topk": 8, "index_head_dim": 16, "index_n_heads
 GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
 }  # fmt: skip
+SMOL: dict[str, Any] = {
+    **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "llama"}, "tie_word_embeddings": False,
+    "image_token_id": 0,
+    "vision_config": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 7,
+    },
+}  # fmt: skip
 # What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
+    "apertus": {},
     "arcee": {"head_dim": 16},
     "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True, "pad_token_id": 0},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2, "pad_token_id": 0},
@@ -168,6 +177,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "image_size": 28, "patch_size": 14, "head_dim": 8,
         },
     },
+    "llava": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "mistral", "head_dim": 16},
+        "tie_word_embeddings": False, "image_token_index": 10, "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 8,
+        },
+    },
+    "smolvlm": SMOL,
+    "idefics3": SMOL,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
     "nemotron": {"head_dim": 16},
     "olmo": {"pad_token_id": 0},
@@ -230,6 +250,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_groups": 2, "hybrid_override_pattern": "ME*-E", "time_step_min": 1e-9, "pad_token_id": 0,
         **SIGMOIDS, "moe_shared_expert_intermediate_size": 48,
     },
+    "cohere-norms": {"logit_scale": 0.5, "use_qk_norm": True, "pad_token_id": 0},  # like Command R+
+    "olmo-limit": {"clip_qkv": 0.5, "pad_token_id": 0},  # like OLMo 1.7
+    "stablelm-norms": {"qk_layernorm": True, "use_parallel_residual": True},  # like StableLM 2 12B
     "stablelm-parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.25},
     "gemma4_text-moe": {  # like 26B-A4B and 31B: heads twice as large, but fewer; keys are values
         "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 4, "num_global_key_value_heads": 1,
