@@ -2,7 +2,7 @@
 
 Times the gemms of an 8B model's layer over cold weights: by the portable kernel with scales folded into the weights and
 without, by the wgmma kernel on a Hopper GPU, and by the library in bfloat16. Also times the experts of gpt-oss-20b in
-MXFP4 as stored, and in bfloat16.
+MXFP4 as stored by the portable kernel and by the one for Hopper GPUs, and in bfloat16.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from torch import Tensor
 from benchmarks.gpu.kernel_timing import READ_CEILING, relative_error
 from benchmarks.gpu.nibbles import COLD_BYTES, CUDA, KINDS, LAYERS, make_weight, weight_bytes
 from quire.kernels.clamp import Clamp
+from quire.kernels.cuda.coded_experts import CodedStack, choose_coded_tile, coded_product, stack_codes, takes_codes
 from quire.kernels.triton.gauge import graph_us
 from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, grouped_product, route
 from quire.kernels.triton.grouped_nibbles import NibbleStack, choose_nibble_tilings, grouped_nibble_product
 from quire.kernels.triton.launch import has_gluon
 from quire.kernels.triton.nibble_products import nibble_product, pack_nibbles, unpack_nibbles
 from quire.kernels.triton.nibble_wgmma import nibble_wgmma
+from quire.kernels.triton.place_rows import PlacedRows, place_rows
 from quire.kernels.triton.product_trials import Layer
 from quire.kernels.triton.products import Workspace
 
 ROWS = (16, 32, 64, 128, 256)
 WAYS = ("not folded", "folded", "wgmma")
 EXPERTS, USED, SIZE = 32, 4, 2880
+TOKENS = (1, 8, 64, 192, 1024, 4096)
 
 
 def dense(workspace: Workspace, rows_of: list[int], kinds: list[str], ways: list[str]) -> None:
@@ -74,18 +77,20 @@ def _calls(x: Tensor, layer: Layer, workspace: Workspace, wanted: list[str]) -> 
 
 
 def experts() -> None:
-    shapes, stacks, plain = ((2 * SIZE, SIZE), (SIZE, SIZE)), [], []
+    shapes, stacks, plain, coded = ((2 * SIZE, SIZE), (SIZE, SIZE)), [], [], []
     for outputs, inputs in shapes:
         codes = torch.randint(0, 16, (EXPERTS, outputs, inputs), device=CUDA, dtype=torch.uint8)
         scales = torch.exp2(torch.randint(-9, -5, (EXPERTS, outputs, inputs // 32), device=CUDA).float()).bfloat16()
         bias = torch.randn(EXPERTS, outputs, device=CUDA).bfloat16()
         packed = [pack_nibbles(codes[each], scales[each], None) for each in range(EXPERTS)]
         stacks.append(NibbleStack.of(packed, bias, has_codes=True))
+        if takes_codes(packed, torch.bfloat16, interleaved=not coded):
+            coded.append(stack_codes(packed, bias, interleaved=not coded))
         table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], device=CUDA)
         values = table[codes.int()] * scales.float().repeat_interleave(32, 2)
         plain.append(Stack(values.bfloat16(), None, bias))
     clamp = Clamp(7.0, 1.702, 1.0)
-    for tokens in (1, 8, 64, 192, 1024):
+    for tokens in TOKENS:
         x = torch.randn(tokens, SIZE, device=CUDA).bfloat16() * 0.1
         first, second = choose_grouped_tilings(tokens * USED, EXPERTS, 2, CUDA)
         logits = torch.randn(tokens, EXPERTS, device=CUDA)
@@ -106,6 +111,8 @@ def experts() -> None:
                 partial(grouped_product, wanted, plain[1], routing, second, **down),
             ),
         }
+        if coded:
+            _time_coded(x, logits, coded, plain, wanted, clamp)
         read = len(routing.chosen.unique()) * 3 * SIZE * SIZE
         times = ", ".join(f"{name} {graph_us([a]):.1f} + {graph_us([b]):.1f} us" for name, (a, b) in calls.items())
         print(
@@ -113,6 +120,28 @@ def experts() -> None:
             f" {read * 2 / READ_CEILING * 1e6:.1f} us; err {error:.1e}",
             flush=True,
         )
+
+
+def _time_coded(
+    x: Tensor, logits: Tensor, coded: list[CodedStack], plain: list[Stack], inner: Tensor, clamp: Clamp
+) -> None:
+    """Time the kernel for Hopper GPUs, with the copies of rows to their tiles. inner: the right results of gate-up."""
+    pairs = len(x) * USED
+    tile = choose_coded_tile(pairs, EXPERTS)
+    assert tile is not None
+    tiling = choose_grouped_tilings(pairs, EXPERTS, 2, CUDA)[0]._replace(block_m=tile)
+    routing = route(logits, USED, tiling, is_normalized=True)
+
+    def layer() -> Tensor:
+        placed = place_rows(x, routing, tile, num_used=USED, dependent=True)
+        made = coded_product(placed, coded[0], routing, activation="silu", clamp=clamp, dependent=True)
+        assert isinstance(made, PlacedRows)
+        out = coded_product(made, coded[1], routing, early=True, dependent=True)
+        assert isinstance(out, Tensor)
+        return out
+
+    wanted = grouped_product(inner, plain[1], routing, tiling, num_used=1)
+    print(f"  for Hopper GPUs: {graph_us([layer]):.1f} us, err {relative_error(layer(), wanted.float()):.1e}")
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ SAME_KERNELS = {
     "granitemoe": "mixtral",
     "granitemoeshared": "mixtral",
     "helium": "llama",
+    "idefics3": "llama",
     "hunyuan_v1_moe": "hunyuan_v1_dense",
     "internlm2": "llama",
     "lfm2": "lfm2_moe",
@@ -40,6 +41,7 @@ SAME_KERNELS = {
     "ministral": "mixtral",
     "mistral": "mixtral",
     "mistral3": "llama",
+    "llava": "llama",
     "mistral4": "deepseek_v3",
     "olmo": "cohere2",
     "olmo3": "olmo2",
@@ -52,6 +54,7 @@ SAME_KERNELS = {
     "qwen3_vl_moe": "qwen3_moe",
     "seed_oss": "starcoder2",
     "smollm3": "llama",
+    "smolvlm": "llama",
     "solar_open": "glm4_moe",
 }
 # Families of the same blocks as another one: the suite runs these features, the table and QUIRE_TEST_WHOLE all.
@@ -68,13 +71,16 @@ SAME_BLOCKS = {
     "gpt_bigcode": "gpt2",
     "granitemoeshared": "granitemoe",
     "helium": "llama",
+    "idefics3": "llama",
     "hunyuan_v1_moe": "hunyuan_v1_dense",
     "internlm2": "llama",
     "mimo": "qwen2",
     "ministral": "mistral",
     "mistral3": "llama",
+    "llava": "llama",
     "mistral4": "deepseek_v3",
     "seed_oss": "qwen2",
+    "smolvlm": "llama",
     "solar_open": "glm4_moe",
 }
 FEW_FEATURES = ("parity", "CPU program", "fp8")

@@ -39,6 +39,7 @@ MORE = {"num_hidden_layers": 4, "sliding_window": 5}
         ("nemotron", "hidden_act", "xielu"),
         ("llama", "hidden_act", "relu2"),
         ("ministral3", "rope_parameters", {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_alpha": 0.1}),
+        ("ministral3", "rope_parameters", {"rope_type": "default", "llama_4_scaling_beta": 0.1}),
         ("mistral", "rope_parameters", {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}),
         ("hunyuan_v1_dense", "rope_scaling", {"type": "dynamic", "alpha": -1.0}),
         ("gptj", "rotary_dim", 18),
@@ -123,6 +124,13 @@ def test_a_ministral_3_inside_a_model_for_images_scales_its_queries(attention: s
     text = {**SIZES, "model_type": "ministral3", "head_dim": 16, "rope_parameters": rope}
     case = FamilyCase("mistral3", tmp_path, {"text_config": text})
     check_parity(tmp_path, attention=attention, model=case.model)
+
+
+@pytest.mark.parametrize("kind", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])
+def test_queries_of_ministral_3_are_scaled_with_every_kind_of_rope(kind: dict[str, Any], tmp_path: Path) -> None:
+    more = {"rope_theta": 1e4, "original_max_position_embeddings": 3, "llama_4_scaling_beta": 0.5}
+    case = FamilyCase("ministral3", tmp_path, {"rope_parameters": {**kind, **more}})
+    check_parity(tmp_path, attention="auto", model=case.model)
 
 
 def test_queries_are_scaled_from_the_original_length_on() -> None:

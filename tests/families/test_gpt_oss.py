@@ -37,11 +37,11 @@ def gpt_oss(**changes: Any) -> Any:
     return transformers.GptOssConfig(**(SMALL | {"num_local_experts": 5, "num_experts_per_tok": 3} | changes))
 
 
-def packed_checkpoint(folder: Path) -> torch.nn.Module:
+def packed_checkpoint(folder: Path, **sizes: int) -> torch.nn.Module:
     """A folder as gpt-oss is published: experts as random MXFP4. Returns the model of the same numbers."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    model = hf_model(gpt_oss())
+    model = hf_model(gpt_oss(**sizes))
     generator = torch.Generator().manual_seed(3)
     tensors: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -79,6 +79,30 @@ def test_kernels_of_a_gpu_hold_mxfp4_as_it_is_stored(tmp_path: Path) -> None:
     levels, held = hf_model_config(tmp_path).levels, sum(each.data.nbytes + each.scales.nbytes for each in stacks)
     assert levels.gpu_parameters == sum(5 * each.outputs * each.inputs for each in stacks)
     assert held <= levels.gpu_bytes < held * 1.1
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_codes_of_a_hopper_gpu_give_what_transformers_makes_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading, placing and summing as on such a GPU, with the kernel itself in plain PyTorch."""
+    from coded_reference import reference_product
+    from quire.kernels.cuda import coded_experts
+    from quire.runtime.layers import expert_products
+
+    calls: list[bool] = []
+
+    def product(*given: Any, **options: Any) -> Any:
+        calls.append("activation" in options)
+        return reference_product(*given, **options)
+
+    model = packed_checkpoint(tmp_path, hidden_size=128, num_hidden_layers=1)
+    monkeypatch.setattr(coded_experts, "runs_on", lambda _: True)
+    takes = expert_products.takes_codes
+    monkeypatch.setattr(expert_products, "takes_codes", lambda e, _, **options: takes(e, torch.bfloat16, **options))
+    monkeypatch.setattr(expert_products, "coded_product", product)
+    check_parity(tmp_path, attention="triton", model=model)
+    assert calls[:2] == [True, False]
 
 
 def test_mxfp4_runs_as_a_program_and_in_bfloat16_where_the_config_is_silent(tmp_path: Path) -> None:

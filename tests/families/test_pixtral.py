@@ -58,8 +58,8 @@ LIMITS = ImageLimits(GRID, max_images=3, max_kept_tokens=0)
 
 
 class Case:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.model = folder, vision_model(folder, "mistral3")
+    def __init__(self, folder: Path, family: str = "mistral3") -> None:
+        self.folder, self.model = folder, vision_model(folder, family)
         self.expected = [vision_reference(self.model, each, COUNT) for each in PROMPTS]
         write_tokens(folder)
 
@@ -123,6 +123,22 @@ def test_images_come_to_the_kernels_of_a_gpu_too(case: Case) -> None:
     bench.run(chunks=[Chunk(0, 0, len(PROMPTS[0].tokens), (0,))])
     bench.run(decode=[0])
     assert bench.tokens[0][len(PROMPTS[0].tokens) :] == case.expected[0][0][:2]
+
+
+def test_pixtral_12b_is_a_llava_whose_tokens_are_patches(tmp_path: Path) -> None:
+    made = Case(tmp_path, "llava")
+    for cut in (0, 9):
+        check_logits(load_bench(tmp_path), PROMPTS, made.expected, cut)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, value, error in (
+        ("vision_feature_layer", -2, "vision_feature_layer: only -1 is supported"),
+        ("vision_feature_layer", None, "vision_feature_layer: only -1 is supported"),
+        ("vision_feature_select_strategy", "default", "vision_feature_select_strategy: only full is supported"),
+        ("vision_config", {"model_type": "clip_vision_model"}, "model_type: 'clip_vision_model' is not supported"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(ModelLoadError, match=re.escape(error)):
+            hf_model_config(tmp_path)
 
 
 def request(name: str, asked: VisionPrompt, **sampling: Any) -> Submit:

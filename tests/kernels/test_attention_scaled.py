@@ -114,6 +114,21 @@ def test_chunks_match_the_reference(name: str, features: dict[str, object]) -> N
         close(found[begin : begin + count], wanted, torch.float8_e4m3fn)
 
 
+@pytest.mark.parametrize("name", ["float8", "int8"])
+def test_a_row_does_not_depend_on_later_tokens_of_its_chunk(name: str) -> None:
+    """Weights are rounded to float16, and not in another way because a later token has a larger scale."""
+    heads = Heads(4, 2, 32)
+    rule, pair = rule_for(heads), sides(name, heads, 4, 4)
+    table = torch.tensor([[3, 0, 1, 2]], dtype=torch.int32, device=DEVICE)
+    query = torch.randn(15, 4, 32, generator=torch.Generator().manual_seed(4)).to(DEVICE, DTYPES[0])
+    config, scales = PrefillConfig(16, 16, 4, 2), (pair[0].scales, pair[1].scales)
+    found = []
+    for count in (15, 6):
+        plan = PrefillPlan(config, lay_out_tiles([(0, 0, count, 0)], 2, config.block_m).to(DEVICE))
+        found.append(paged_prefill(query[:count], pair[0].held, pair[1].held, table, plan, rule, scales=scales))
+    torch.testing.assert_close(found[0][:6].float(), found[1].float(), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_share_a_prefix_match_the_reference(name: str) -> None:
     heads = Heads(4, 2, 32)

@@ -46,6 +46,14 @@ INDEXER: dict[str, Any] = {"index_topk": 128, "index_head_dim": 16, "index_n_hea
 GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
 }  # fmt: skip
+SMOL: dict[str, Any] = {
+    **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "llama"}, "tie_word_embeddings": False,
+    "image_token_id": 0,
+    "vision_config": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 7,
+    },
+}  # fmt: skip
 # What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
     "arcee": {"head_dim": 16},
@@ -168,6 +176,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "image_size": 28, "patch_size": 14, "head_dim": 8,
         },
     },
+    "llava": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "mistral", "head_dim": 16},
+        "tie_word_embeddings": False, "image_token_index": 10, "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 8,
+        },
+    },
+    "smolvlm": SMOL,
+    "idefics3": SMOL,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
     "nemotron": {"head_dim": 16},
     "olmo": {"pad_token_id": 0},

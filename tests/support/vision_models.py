@@ -43,6 +43,10 @@ QWEN3_TOWER: dict[str, Any] = {
     "out_hidden_size": 64,
     "num_position_embeddings": 25,
 }
+SMOL_TOWER: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 4,
+    "image_size": 24,
+}  # fmt: skip
 GEMMA4_TOWER: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
@@ -73,6 +77,12 @@ TOWERS: dict[str, dict[str, Any]] = {  # by family
         "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 4,
         "image_size": 64, "hidden_act": "silu", "head_dim": 16, "model_type": "pixtral",
     },
+    "llava": {
+        "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 8,
+        "image_size": 64, "hidden_act": "gelu", "head_dim": 16, "model_type": "pixtral",
+    },
+    "smolvlm": SMOL_TOWER,
+    "idefics3": SMOL_TOWER,
     "qwen3_5": {**QWEN3_TOWER, "depth": 2},
     "qwen3_5_moe": {**QWEN3_TOWER, "depth": 2},
 }  # fmt: skip
@@ -91,6 +101,9 @@ TEXTS: dict[str, dict[str, Any]] = {  # what their decoders say besides TEXT
         "num_global_key_value_heads": 1,
     },
     "mistral3": {"head_dim": 16, "model_type": "mistral", "rope_parameters": None},
+    "llava": {"head_dim": 16, "model_type": "mistral", "rope_parameters": None},
+    "smolvlm": {"model_type": "llama", "rope_parameters": None},
+    "idefics3": {"model_type": "llama", "rope_parameters": None},
     "qwen3_5": {
         "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
         "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -111,6 +124,9 @@ VISION = Vision(ImageGrid(IMAGE, UNIT), 1, 32, 48, 2, patch=4)  # how its images
 SPECIAL = {
     "gemma3": {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 16},
     "mistral3": {"image_token_index": IMAGE, "spatial_merge_size": 2},
+    "llava": {"image_token_index": IMAGE, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    "smolvlm": {"image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": 0},
+    "idefics3": {"image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": 0},
 }
 
 
@@ -190,7 +206,9 @@ def vision_reference(model: torch.nn.Module, prompt: VisionPrompt, count: int) -
         pixels = torch.stack([each.pixels.permute(2, 0, 1).float() for each in prompt.pictures])
         given["pixel_values"] = (pixels / 255 - 0.5) / 0.5
         given["token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in prompt.tokens]])
-    elif prompt.pictures and model.config.model_type == "mistral3":  # type: ignore[union-attr]
+    elif prompt.pictures and model.config.model_type in ("smolvlm", "idefics3"):  # type: ignore[union-attr]
+        given = smolvlm_inputs(prompt.pictures)
+    elif prompt.pictures and model.config.model_type in ("mistral3", "llava"):  # type: ignore[union-attr]
         given = pixtral_inputs(prompt.pictures)
     elif prompt.pictures and model.config.model_type == "gemma4":  # type: ignore[union-attr]
         given = gemma4_inputs(prompt.pictures)
@@ -215,6 +233,12 @@ def pixtral_inputs(pictures: Sequence[Picture]) -> dict[str, Any]:
     for number, (each, (height, width)) in enumerate(zip(pictures, sizes, strict=True)):
         values[number, :, :height, :width] = ((each.pixels.float() / 255 - mean) / std).permute(2, 0, 1)
     return {"pixel_values": values, "image_sizes": torch.tensor(sizes)}
+
+
+def smolvlm_inputs(pictures: Sequence[Picture]) -> dict[str, Any]:
+    """Tiles of one size, as one sample of several images."""
+    pixels = torch.stack([each.pixels.permute(2, 0, 1).float() for each in pictures])
+    return {"pixel_values": ((pixels / 255 - 0.5) / 0.5)[None]}
 
 
 def gemma4_inputs(pictures: Sequence[Picture]) -> dict[str, Any]:

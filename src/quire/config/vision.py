@@ -32,11 +32,16 @@ class ImageGrid:
     )
     row_ends: tuple[int, ...] = ()  # ids of the tokens behind each row of an image and behind the last one; (): none
     fills: bool = False  # images are resized, also enlarged, to as many squares as `max_pixels` allows
-    is_bilinear: bool = False  # how images are resized; False: bicubic
+    # If set: an image is resized to `longest` pixels per side, cut into tiles of this many pixels per side, and shown
+    # once more as a whole, scaled to one tile. Each of them is an image of `fixed` x `fixed` tokens.
+    tile: int = 0
+    splits: bool = True  # False: an image is shown as a whole only
+    resampling: str = "bicubic"  # how images are resized: bicubic, bilinear or lanczos
     # Tokens of an image see all tokens of the image, so a step computes either all of an image or nothing of it.
     is_whole: bool = False
     begin_token: str = ""  # what chat templates write for an image, if that is not the placeholder
     replacement: str = ""  # what prompts have in place of `begin_token`; contains the placeholder once
+    tile_text: str = ""  # what prompts have for a tile, with {row} and {column}; contains the placeholder once
 
     @property
     def max_tokens(self) -> int:
@@ -50,8 +55,16 @@ class ImageGrid:
 
     @property
     def max_vectors(self) -> int:
-        """The most squares of one image."""
+        """The most squares of one image, or of a tile."""
+        if self.fixed:
+            return self.fixed**2
         return self.max_side**2 if self.longest else self.max_pixels // self.unit**2
+
+    @property
+    def max_pieces(self) -> int:
+        """The most images that one picture becomes."""
+        tiles = (-(-self.longest // self.tile)) ** 2 if self.tile and self.splits else 0
+        return 1 + (tiles if tiles > 1 else 0)
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -104,6 +117,7 @@ class Vision:
     is_standardized: bool = False  # tokens are shifted and scaled by vectors of the checkpoint before the last norm
     staggers: bool = False  # columns rotate by frequencies between those by which rows rotate
     activation: str = "silu"  # of a gated MLP: silu or gelu
+    has_merger: bool = True  # the projector norms patches and merges those of a token
     projector: tuple[float, bool] = (1e-6, False)  # eps of its norm, and whether its linear layers have biases
     whole_in_windows: bool = False  # of a grid that `is_whole`: only layers with a window show tokens their whole image
     filler_id: int = 0  # the token whose side inputs image tokens have (`ModelConfig.per_layer_input`)
@@ -140,7 +154,7 @@ def resolve_images(
     if vision is None:
         return None
     grid, pixels = vision.grid, dict(mm_processor_kwargs or {})
-    if pixels and grid.fixed:
+    if pixels and grid.fixed and not grid.tile:
         side = grid.fixed * grid.unit
         raise ConfigError(
             "mm_processor_kwargs", f"images of this model always have {side} x {side} pixels", "leave it out"
@@ -166,9 +180,12 @@ def _changed(grid: ImageGrid, kwargs: Mapping[str, Any]) -> ImageGrid:
         return replace(grid, max_pixels=tokens * grid.unit**2)
     if grid.longest:
         longest = kwargs.get("longest_edge", grid.longest)
-        if not grid.unit <= longest <= grid.longest:
-            fix = f"choose {grid.unit} to {grid.longest}"
+        least = grid.tile or grid.unit
+        if not least <= longest <= grid.longest:
+            fix = f"choose {least} to {grid.longest}"
             raise ConfigError("mm_processor_kwargs.longest_edge", f"is {longest}", fix)
+        if grid.tile:
+            return replace(grid, longest=longest)
         side = -(-longest // grid.unit) * grid.unit
         return replace(grid, longest=longest, max_pixels=side**2)
     changed, least = replace(grid, **kwargs), FEWEST_TOKENS * grid.unit**2

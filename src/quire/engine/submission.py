@@ -118,8 +118,8 @@ def check_images(request: Submit, limits: ImageLimits | None) -> None:
         if images:
             raise InvalidRequest("images", "this engine takes text only", "leave them out, or use a model with vision")
         return
-    if len(images) > limits.max_images:
-        reason = f"are {len(images)}, limit {limits.max_images}"
+    if len(images) > limits.max_images * limits.grid.max_pieces:
+        reason = f"are {len(images)}, limit {limits.max_images * limits.grid.max_pieces}"
         raise InvalidRequest("images", reason, "send fewer, or raise limit_mm_per_prompt")
     grid, end = limits.grid, 0
     for image in images:

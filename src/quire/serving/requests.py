@@ -61,7 +61,7 @@ class Prompt:
 
 def chat_prompt(taker: ImageTaker | None, text: str, images: tuple[PromptImage, ...]) -> Prompt:
     """Return the prompt of a rendered conversation. `taker`: read its images; None: the model takes none."""
-    return Prompt(text=taker.with_replacements(text) if taker is not None and images else text, images=images)
+    return Prompt(text=taker.with_replacements(text, images) if taker is not None and images else text, images=images)
 
 
 def read_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
@@ -259,24 +259,33 @@ class RequestMaker:
         """Return one request for each prompt, in order. Raises InvalidRequest that names the refused prompt."""
         if priorities is not None and len(priorities) != len(prompts):
             raise InvalidRequest("priority", f"has {len(priorities)} entries for {len(prompts)} prompts")
+        prompts = [self._with_pictures(prompt) if prompt.pictures else prompt for prompt in prompts]
         token_ids = self.tokenize(prompts, add_special_tokens)
         requests = self._text_requests(prompts, token_ids, sampling, priorities)
-        if any(prompt.images or prompt.pictures for prompt in prompts):
+        if any(prompt.images for prompt in prompts):
             return [self._with_images(*pair) for pair in zip(requests, prompts, strict=True)]
         return requests
 
-    def _with_images(self, request: Submit, prompt: Prompt) -> Submit:
-        """Return the request with its images, and with one placeholder token for each image token."""
-        if not prompt.images and not prompt.pictures:
-            return request
+    def _with_pictures(self, prompt: Prompt) -> Prompt:
+        """Return a prompt of `multi_modal_data` with its pictures read, as the model was trained on it."""
         if self.images is None:
             fix = "leave multi_modal_data out, or load a model with vision"
             raise InvalidRequest("multi_modal_data", "this model takes text only", fix)
-        from quire.serving.vision.image_reader import place_images  # imported late: only for prompts with images
+        from quire.serving.vision.replacements import with_replacements  # imported late: only for prompts with images
 
-        pictures = (self.images.prepare("multi_modal_data.image", picture) for picture in prompt.pictures)
-        grid, images = self.images.limits.grid, (*prompt.images, *pictures)
-        ids, placed = place_images("prompt", request.prompt_token_ids, images, grid)
+        reader = self.images
+        images = tuple(reader.prepare("multi_modal_data.image", picture) for picture in prompt.pictures)
+        text = None if prompt.text is None else with_replacements(prompt.text, reader.limits.grid, images)
+        return replace(prompt, text=text, images=(*prompt.images, *images), pictures=())
+
+    def _with_images(self, request: Submit, prompt: Prompt) -> Submit:
+        """Return the request with its images, and with one placeholder token for each image token."""
+        if not prompt.images:
+            return request
+        assert self.images is not None, "images are read only for a model that takes them"
+        from quire.serving.vision.image_reader import place_images  # imported late, like `with_replacements`
+
+        ids, placed = place_images("prompt", request.prompt_token_ids, prompt.images, self.images.limits.grid)
         return replace(request, prompt_token_ids=pack_tokens(ids), images=placed)
 
     def _text_requests(
@@ -296,23 +305,11 @@ class RequestMaker:
 
     def tokenize(self, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[tuple[int, ...]]:
         """Return the token ids of every prompt. Prompts that are token ids are returned unchanged."""
-        texts = [
-            self._with_replacements(prompt.text) if prompt.pictures else prompt.text
-            for prompt in prompts
-            if prompt.token_ids is None and prompt.text is not None
-        ]
+        texts = [prompt.text for prompt in prompts if prompt.token_ids is None and prompt.text is not None]
         if texts and self._tokenizer is None:
             raise InvalidRequest("prompts", "are text, but there is no tokenizer", "pass token ids")
         encoded = iter(self._tokenizer.encode_batch(texts, add_special_tokens) if self._tokenizer and texts else ())
         return [tuple(next(encoded)) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
-
-    def _with_replacements(self, text: str) -> str:
-        """Return a prompt of `multi_modal_data` as the model was trained on it."""
-        if self.images is None:
-            return text
-        from quire.serving.vision.image_reader import with_replacements  # imported late, like `place_images`
-
-        return with_replacements(text, self.images.limits.grid)
 
     def rules(self, params: SamplingParams, *, check: bool = True) -> TokenRules:
         """Return the token rules of a request: its stop tokens, bad words and grammar as token ids of this vocabulary.

@@ -34,6 +34,9 @@ class PromptImage:
     pixels: bytes
     key: bytes
     gap: int = 0
+    # Of a picture that has no place yet: its tiles, row by row, which come before it in the prompt, and those of a row.
+    tiles: tuple[PromptImage, ...] = ()
+    tiles_across: int = 0
 
     @property
     def num_tokens(self) -> int:

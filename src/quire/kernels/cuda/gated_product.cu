@@ -1,25 +1,18 @@
-// Gated gemm, activation(gate) * up, of many rows on Hopper GPUs: warp-specialized wgmma (see gated_product.py). Needs
-// no CUDA header. gated_product.py prepends the constants of a tile, and `multiply`, a wgmma of 64 rows by SLICE
-// columns.
+// Gated gemm, activation(gate) * up, of many rows on Hopper GPUs: warp-specialized wgmma (see gated_product.py, which
+// prepends hopper.cuh, the constants of a tile, and `multiply`, a wgmma of 64 rows by SLICE columns).
 //
 // A tile is ROWS rows by WIDTH rows of the weight: eight of gate, eight of up, and so on, so that a thread has both
 // sums of an output. One producer warp copies rows and weights by TMA to a ring of STAGES stages; GROUPS consumer
 // warpgroups each multiply 64 * HEIGHT rows of the tile, and store the results. The two thread blocks of a cluster take
 // adjacent tiles of the same rows: each copies half of these rows and multicasts them to both.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 constexpr int CLUSTER = 2;
-constexpr int STEP = 64;                // elements of K per stage
-constexpr int LINE = 2 * STEP;          // bytes of them: the widest swizzle
+constexpr int STEP = LINE / 2;          // elements of K per stage
 constexpr int ROWS = 64 * GROUPS * HEIGHT;
 constexpr int X_BYTES = ROWS * LINE;
 constexpr int STAGE_BYTES = X_BYTES + WIDTH * LINE;
 constexpr int SUMS = WIDTH / 2;         // per thread, for 64 rows
 constexpr int EIGHTS = WIDTH / 16;      // groups of eight outputs
-constexpr u32 ALL_LANES = 0xFFFFFFFFu;
 // Registers per thread: the producer warpgroup gives registers to the consumers (setmaxnreg).
 constexpr int LOADING_REGISTERS = GROUPS == 3 ? 32 : 40;
 constexpr int MULTIPLYING_REGISTERS = GROUPS == 3 ? 160 : 232;
@@ -34,26 +27,6 @@ struct Product {
     int row_tiles, pairs;  // pairs: of adjacent tiles, over all rows
     int together;          // row tiles that use the same weights one after the other
 };
-
-__device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
-// Initialize an mbarrier.
-__device__ __forceinline__ void init_barrier(u32 barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count));
-}
-
-// Wait for an mbarrier's phase.
-__device__ __forceinline__ void await(u32 barrier, u32 phase) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra READY;\nbra AGAIN;\nREADY:\n}" :: "r"(barrier), "r"(phase) : "memory");
-}
-
-// Arrive at an mbarrier, and expect `bytes` of TMA copies.
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
 
 // Arrive at the mbarrier at the same offset in another block of the cluster. Without ".release.cluster", since only
 // memory that was read is handed over, and such a release would wait for all of this block's global memory operations.
@@ -81,30 +54,6 @@ __device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int colu
 // Barrier of the cluster.
 __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// With a programmatic dependent launch, wait for the previous kernel.
-__device__ __forceinline__ void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// The wgmma descriptor of a matrix in shared memory with the 128-byte swizzle of TMA.
-__device__ __forceinline__ u64 matrix_at(u32 address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(8 * LINE >> 4) << 32 | (u64)1 << 62;
-}
-
-// The activation selected by ACTIVATION.
-__device__ __forceinline__ float activated(float x) {
-    if (ACTIVATION == 0) return __fdividef(x, 1.0f + __expf(-x));
-    if (ACTIVATION == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
-    if (ACTIVATION == 2) return __fdividef(x, 1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
-    return x < 0.0f ? 0.0f : x;  // NaN stays NaN
-}
-
-// Round two floats to a pair of float16 or bfloat16.
-__device__ __forceinline__ u32 to_pair(float first, float second) {
-    u32 pair;
-    if (IS_HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
 }
 
 // The tile of a block: `together` row tiles with one pair of weight tiles, then with the next, for L2 reuse.

@@ -83,7 +83,7 @@ def takes_weight(weight: Tensor, bias: Tensor | None) -> bool:
         and weight.dtype in (torch.bfloat16, torch.float16)
         and weight.is_contiguous()
         and weight.shape[0] % (2 * _EIGHT) == weight.shape[1] % _EIGHT == weight.data_ptr() % 16 == 0
-        and _runs_on(weight.device)
+        and runs_on(weight.device)
     )
 
 
@@ -94,7 +94,8 @@ def prefers_gated_product(rows: int, weight: Tensor, bias: Tensor | None) -> boo
 
 
 @cache
-def _runs_on(device: torch.device) -> bool:
+def runs_on(device: torch.device) -> bool:
+    """Whether sources for Hopper GPUs can be compiled and run."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _CAPABILITY:
         return False
     return why_no_nvrtc() is None
@@ -187,7 +188,7 @@ def _begin(tile: Tile, activation: str, dtype: torch.dtype, device: torch.device
     }  # fmt: skip
     capability = torch.cuda.get_device_capability(device)
     wgmma = wgmma_source(constants["SLICE"], "f16" if dtype == torch.float16 else "bf16")
-    return _pool().submit(compile_source, ("gated_product.cu",), constants, capability, before=wgmma)
+    return _pool().submit(compile_source, ("hopper.cuh", "gated_product.cu"), constants, capability, before=wgmma)
 
 
 @cache

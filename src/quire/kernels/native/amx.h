@@ -218,7 +218,8 @@ void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, cons
         const int64_t rows = std::min(at_once, product.rows - first), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
         for_each(blocks, rows * inputs > MANY_NUMBERS,
                  [&](int64_t block) { pack_rows(x + first * inputs, rows, inputs, block, packed); });
-        share_out(pairs_of(product), PANELS_IN_TURN, product.is_large(), [&] {
+        const int64_t in_turn = product.panels_in_turn(2 * tiles * tile_bytes(FORMAT));
+        share_out(pairs_of(product), in_turn, product.is_large(), [&] {
             static thread_local std::vector<uint8_t> panel_room;
             uint8_t* room = aligned_room(panel_room, FORMAT == PLAIN ? 0 : 2 * tiles * 1024);
             return [&, room, shaped = TilesInUse(TileShapes(std::min<int64_t>(16, product.rows)))](int64_t pair) {

@@ -2,8 +2,9 @@
 
 A float8 or int8 head has one scale per token. A key's scale multiplies its scores and a value's scale multiplies its
 weights, so the gemms run on the unscaled values. Weights times scales must stay within the range of float16, so the
-running output is kept divided by the largest scale so far (`reach`). int4 elements are dequantized in registers, since
-their groups have scales and offsets.
+running output is kept divided by a power of two near the largest scale so far (`reach`). Dividing by a power of two is
+exact, so the rounding of weights does not depend on the scales of tokens that a row does not see. int4 elements are
+dequantized in registers, since their groups have scales and offsets.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from quire.kernels.triton.launch import FLOAT8
 
 COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, FLOAT8: tl.float16}
 _INT4_GROUP = 32  # see reference/cache_quantize.py
-NO_REACH = tl.constexpr(1.0e-30)  # initial `reach`, the largest scale so far
+NO_REACH = tl.constexpr(2.0**-100)  # initial `reach`
 
 
 def compute_of(cache: torch.dtype, query: torch.dtype) -> tl.dtype:
@@ -96,8 +97,10 @@ def load_tile(
 
 @triton.jit
 def reach_of(reach, scales):
-    """Return the largest scale so far, and the factor for an output that was divided by the previous one."""
+    """Return the largest power of two up to the largest scale so far, and the factor for an output that was divided by
+    the previous one."""
     most = tl.maximum(reach, tl.max(scales, 0))
+    most = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # without its mantissa
     return most, reach / most
 
 

@@ -7,7 +7,7 @@ experts at a time are dequantized first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -200,20 +200,33 @@ def _expanded_product(
     x: Tensor, stack: NibbleStack, routing: Routing, tiling: GroupedTiling, *, num_used: int,
     activation: str | None, clamp: Clamp | None, dependent: bool,
 ) -> Tensor:  # fmt: skip
-    """Dequantize the weights of some experts at a time to x's dtype, and run the grouped gemm on them."""
-    num, rows, inputs = len(stack.data), stack.outputs, stack.inputs
+    experts = list(stack.experts())
+    return expanded_product(
+        x, lambda number, out: expand_nibbles(experts[number], out, has_codes=stack.has_codes),
+        (len(stack.data), stack.outputs, stack.inputs), stack.bias, routing, tiling, num_used=num_used,
+        activation=activation, clamp=clamp, dependent=dependent,
+    )  # fmt: skip
+
+
+def expanded_product(
+    x: Tensor, expand: Callable[[int, Tensor], Tensor], shape: tuple[int, int, int], bias: Tensor | None,
+    routing: Routing, tiling: GroupedTiling, *, num_used: int, activation: str | None, clamp: Clamp | None,
+    dependent: bool,
+) -> Tensor:  # fmt: skip
+    """Dequantize the weights of some experts at a time to x's dtype, and run the grouped gemm on them. `expand`
+    dequantizes one expert's matrix; shape: [experts, outputs, inputs] of all."""
+    num, rows, inputs = shape
     at_once = max(1, min(num, _EXPANDED_BYTES // (rows * inputs * x.element_size())))
     numbers = torch.empty(at_once, rows, inputs, dtype=x.dtype, device=x.device)
     outputs = rows // (1 if activation is None else 2)
     out = torch.empty(routing.chosen.numel(), outputs, dtype=x.dtype, device=x.device)
-    experts = list(stack.experts())
     for first in range(0, num, at_once):
-        here = experts[first : first + at_once]
-        for place, weight in enumerate(here):
-            expand_nibbles(weight, numbers[place], has_codes=stack.has_codes)
-        bias = None if stack.bias is None else stack.bias[first : first + len(here)]
+        here = min(at_once, num - first)
+        for place in range(here):
+            expand(first + place, numbers[place])
+        own = None if bias is None else bias[first : first + here]
         grouped_product(
-            x, Stack(numbers[: len(here)], None, bias), routing, tiling, num_used=num_used, activation=activation,
+            x, Stack(numbers[:here], None, own), routing, tiling, num_used=num_used, activation=activation,
             clamp=clamp, first=first, out=out, dependent=dependent,
         )  # fmt: skip
     return out

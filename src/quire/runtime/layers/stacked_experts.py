@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import Experts
-from quire.kernels.clamp import Clamp
 from quire.runtime.layers.experts import clamp_of
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.split import Split, as_split
@@ -21,10 +20,10 @@ from quire.runtime.quantization.mxfp4 import GROUP, SCALES, Mxfp4Weight
 from quire.runtime.quantization.weight import StoredWeight
 
 if TYPE_CHECKING:
-    from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack
-    from quire.kernels.triton.grouped_nibbles import NibbleStack
+    from quire.kernels.triton.grouped import Routing
     from quire.kernels.triton.nibble_products import PackedNibbles
     from quire.runtime.layers.expert_adapters import StackedExpertAdapters
+    from quire.runtime.layers.expert_products import AnyStack
 
 
 class ExpertLinear(WeightLayer):
@@ -59,12 +58,12 @@ class ExpertLinear(WeightLayer):
         for name, each in self.outputs.items():
             self.spans[name] = slice(begin, begin + each.count)
             begin += each.count
-        self._stack: Stack | NibbleStack | None = None
+        self._stack: AnyStack | None = None
         self._coming: dict[str, Mxfp4Weight] = {}  # matrices of the expert being loaded, by name
         self._packed: list[PackedNibbles] = []  # of the experts loaded before it
 
     @property
-    def stack(self) -> Stack | NibbleStack:
+    def stack(self) -> AnyStack:
         assert self._stack is not None, "finish() was not called"
         return self._stack
 
@@ -107,13 +106,14 @@ class ExpertLinear(WeightLayer):
 
     def finish(self) -> None:
         from quire.kernels.triton.grouped import Stack
-        from quire.kernels.triton.grouped_nibbles import NibbleStack
         from quire.kernels.triton.quantize import quantize_rows
+        from quire.runtime.layers.expert_products import stack_packed
 
         weight, bias = self.weight.data, None if self.bias is None else self.bias.data
         self._stack = Stack(weight, None, bias)
         if self._packed:
-            self._stack = NibbleStack.of(self._packed, bias, has_codes=True)
+            gated, dtype = self.num_parts > 1, self._placement.dtype
+            self._stack = stack_packed(self._packed, bias, dtype, interleaved=gated)
             self._packed.clear()
         elif self._float8:
             numbers, scale = quantize_rows(weight.flatten(0, 1))
@@ -142,22 +142,6 @@ def _packed(parts: list[Mxfp4Weight]) -> PackedNibbles:
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
     scales = SCALES.to(exponents.device).bfloat16()[exponents.int()]  # powers of two: exact
     return pack_nibbles(codes, scales, None)
-
-
-def _product(
-    x: Tensor, stack: Stack | NibbleStack, routing: Routing, tiling: GroupedTiling, *, num_used: int,
-    activation: str | None = None, clamp: Clamp | None = None, dependent: bool,
-) -> Tensor:  # fmt: skip
-    from quire.kernels.triton.grouped import Stack, grouped_product
-    from quire.kernels.triton.grouped_nibbles import grouped_nibble_product
-
-    if isinstance(stack, Stack):
-        return grouped_product(
-            x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
-        )
-    return grouped_nibble_product(
-        x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
-    )
 
 
 def _add_adapters(out: Tensor, x: Tensor, linear: ExpertLinear, routing: Routing, *, dependent: bool) -> None:
@@ -201,38 +185,38 @@ class StackedExperts(nn.Module):
         self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...] = (),
         rows: Tensor | None = None, factors: Tensor | None = None, score_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, combine, route
-        from quire.kernels.triton.grouped_nibbles import choose_nibble_tilings
+        from quire.kernels.triton.grouped import combine, route
+        from quire.runtime.layers.expert_products import multiply, multiply_gated, plan_experts, takes_gated
 
         up, down, used = self.first.stack, self.down_proj.stack, experts.num_used
-        choose = choose_grouped_tilings if isinstance(up, Stack) else choose_nibble_tilings
-        first, second = choose(len(x) * used, experts.num, x.element_size(), x.device)
+        plan = plan_experts(up, down, len(x) * used, experts.num, x)
         dependent = len(x) >= self._dependent_rows
         routing = route(
-            logits, used, first,
+            logits, used, plan.first,
             is_normalized=experts.is_normalized, scale=experts.scale, factors=factors, rows=rows,
             groups=(experts.num_groups, experts.groups_used), score_bias=score_bias, dependent=dependent,
             own=self.first.experts,
         )  # fmt: skip
         senders = self._total.senders(routing.chosen)
-        adapters, clamp = self.first.adapters, clamp_of(experts)
+        adapters, clamp, kind = self.first.adapters, clamp_of(experts), self._activation
         is_adapted = adapters is not None and adapters.active.is_on
-        if is_adapted or not self._is_gated:  # the LoRA change is added before the activation
-            both = _product(x, up, routing, first, num_used=used, dependent=dependent)
+        if is_adapted or not self._is_gated or not takes_gated(up, down, plan):  # LoRA changes come before the gate
+            expanded = plan.expanded
+            both = multiply(x, up, routing, plan.first, num_used=used, expanded=expanded, dependent=dependent)
             if is_adapted:
                 _add_adapters(both, x, self.first, routing, dependent=dependent)
-            ops, kind = self._ops, self._activation
+            ops = self._ops
             inner = ops.gate(both, kind, clamp) if self._is_gated else ops.activate(both, kind)
             del both
+            y = multiply(inner, down, routing, plan.second, num_used=1, expanded=expanded, dependent=dependent)
+            if is_adapted:
+                _add_adapters(y, inner, self.down_proj, routing, dependent=dependent)
+            del inner
         else:
-            inner = _product(
-                x, up, routing, first, num_used=used, activation=self._activation, clamp=clamp,
-                dependent=dependent,
-            )  # fmt: skip
-        y = _product(inner, down, routing, second, num_used=1, dependent=dependent)
-        if is_adapted:
-            _add_adapters(y, inner, self.down_proj, routing, dependent=dependent)
+            y = multiply_gated(
+                x, up, down, routing, plan, num_used=used, activation=kind, clamp=clamp, dependent=dependent
+            )
         output, gate = (*shared, None, None)[:2]
         mixed = combine(y, routing, shared=output, gate=gate, dependent=dependent)
-        del inner, y  # free their memory for the sum over ranks
+        del y  # free its memory for the sum over ranks
         return self._total.of(mixed, senders)

@@ -16,7 +16,7 @@ from quire.runtime.models.hf_config import refuse_other
 MROPE = ("mrope_section", "mrope_interleaved")  # rope parameters about the axes of positions
 PREPROCESSOR, PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json", "image_processor"
 _IMAGE_TOKEN = 151_655  # the default of config.json
-BILINEAR, BICUBIC, _RESCALE = 2, 3, 1 / 255
+LANCZOS, BILINEAR, BICUBIC, _RESCALE = 1, 2, 3, 1 / 255
 HALF: Channels = (0.5, 0.5, 0.5)
 _MOST_TOKENS = 16_384  # of an image, the most of any published model
 _TOWER_THETA = 10_000.0  # of the towers' rotary positions
@@ -234,6 +234,16 @@ def _read_pixels(image: Fields, unit: int) -> tuple[int, int]:
     if type(least) is not int or type(most) is not int or not 0 < least <= most <= bound:
         raise image.refuse("max_pixels", f"must be at least min_pixels and at most {bound}")
     return max(least, FEWEST_TOKENS * unit**2), max(most, FEWEST_TOKENS * unit**2)
+
+
+def read_edge(image: Fields, key: str, usual: int, least: int, most: int) -> int:
+    """Return the `longest_edge` of a size, in pixels."""
+    size = image.raw(key)
+    found = size.get("longest_edge") if isinstance(size, dict) else usual
+    if type(found) is not int or not least <= found <= most:
+        reason = f"must be a number of pixels from {least} to {most}, is {found}"
+        raise image.refuse(f"{key}.longest_edge", reason)
+    return found
 
 
 def read_channels(image: Fields, key: str, usual: Channels) -> Channels:

@@ -15,8 +15,9 @@ from quire.runtime.models.hf_rope import read_rope
 _TEXT_SIZES = {"num_hidden_layers": 40, "hidden_size": 5_120, "intermediate_size": 32_768, "vocab_size": 131_072,
                "num_attention_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e9,
                "sliding_window": None}  # fmt: skip
+_LENGTH = "original_max_position_embeddings"
 _MINISTRAL3_ROPE = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384,
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, _LENGTH: 16_384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, QUERY_SCALE: 0.1,
 }  # fmt: skip
 
@@ -31,9 +32,12 @@ def read_ministral3(config: Fields) -> ModelConfig:
     window, length = read_window(config, None), config.integer("max_position_embeddings", 262_144)
     if not (config.raw("rope_parameters") or config.raw("rope_scaling")):
         config = config.changed({"rope_parameters": _MINISTRAL3_ROPE})
+    rope = read_rope(config, length, more=(QUERY_SCALE, _LENGTH))
+    if rope.scales_queries and _LENGTH not in dict(rope.scaling):
+        raise config.refuse(f"rope_parameters.{_LENGTH}", "is missing", fix=f"{QUERY_SCALE} needs it")
     return read_decoder(
         config, "ministral3", 262_144, num_kv_heads=8, head_dim=128, norm_eps=config.number("rms_norm_eps", 1e-5),
-        rope=read_rope(config, length, more=(QUERY_SCALE,)),
+        rope=rope,
         windows=() if window is None else (window,) * config.integer("num_hidden_layers"),
     )  # fmt: skip
 

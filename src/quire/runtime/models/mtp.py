@@ -7,6 +7,7 @@ layer drafts several tokens. Embeddings and output head are the target's: copies
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -134,8 +135,10 @@ def _rename(name: str, layout: Layout, inner: Callable[[str], str | None]) -> st
     """Return the part of a tensor of the head, given its name after the prefix."""
     if name.rpartition(".")[0] in (layout.embedding_norm, layout.hidden_norm, layout.fc, layout.norm):
         return name
-    if not name.startswith(layout.block) or name.startswith(_COPIES):
+    if layout is DEEPSEEK and name.startswith(_COPIES):
         return None
+    if not name.startswith(layout.block):
+        return None if re.search(r"(?:^|\.)[1-9]\d*\.", name) else name  # of another head, or refused as unknown
     found = inner(f"model.{_LAYER}{name.removeprefix(layout.block)}")
     return None if found is None else found.removeprefix("model.")
 

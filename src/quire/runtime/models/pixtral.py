@@ -2,7 +2,7 @@
 are merged to tokens.
 
 The frequencies of columns lie between those of rows. In a prompt a token ends each row of an image. Ministral 3 is
-stored in the same way.
+stored in the same way; Pixtral 12B is stored as a LLaVA, and its tokens are patches.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from quire.runtime.layers.vision import (
     cut_patches,
     patch_rotation,
 )
-from quire.runtime.models.decoder import Decoder
+from quire.runtime.models.decoder import Decoder, read_mistral
 from quire.runtime.models.family import Family, text_model_name
+from quire.runtime.models.hf_config import refuse_other
 from quire.runtime.models.hf_pixtral import read_pixtral
 from quire.runtime.models.mistral import read_mistral3_text
 
@@ -62,8 +63,10 @@ class PixtralTower(VisionTower):
         self.embed = build.patch_linear("patch_conv", (3, vision.patch, vision.patch), size)
         self.ln_pre = build.rms_norm("ln_pre", size, vision.norm_eps)
         self.transformer = PixtralTransformer(vision, build)
-        self.norm = build.rms_norm("norm", size, eps)
-        self.merge = build.whole_linear("patch_merger.merging_layer", size * vision.merge**2, size, bias=False)
+        self.norm = self.merge = None
+        if vision.has_merger:
+            self.norm = build.rms_norm("norm", size, eps)
+            self.merge = build.whole_linear("patch_merger.merging_layer", size * vision.merge**2, size, bias=False)
         self.linear_1 = build.whole_linear("linear_1", size, hidden_size, bias=bias)
         self.linear_2 = build.whole_linear("linear_2", hidden_size, hidden_size, bias=bias)
 
@@ -74,9 +77,10 @@ class PixtralTower(VisionTower):
         rotation, whole = patch_rotation(rows, columns, vision, x.device), [Part(0, 1, len(x))]
         for block in self.transformer.layers:
             x = block(x, rotation, whole)
-        by_token = self.norm(x).view(rows * columns, vision.merge**2, -1)
-        merged = self.merge(by_token.transpose(1, 2).flatten(1))
-        found: Tensor = self.linear_2(F.gelu(self.linear_1(merged)))
+        if self.norm is not None and self.merge is not None:
+            by_token = self.norm(x).view(rows * columns, vision.merge**2, -1)
+            x = self.merge(by_token.transpose(1, 2).flatten(1))
+        found: Tensor = self.linear_2(F.gelu(self.linear_1(x)))
         return found
 
 
@@ -104,4 +108,12 @@ def read_mistral3(config: Fields) -> ModelConfig:
     return numbers if config.raw("vision_config") is None else replace(numbers, vision=read_pixtral(config))
 
 
+def read_llava(config: Fields) -> ModelConfig:
+    """Read Pixtral 12B, which is stored as a LLaVA: Mistral and the tower without a merger."""
+    refuse_other(config, "model_type", "mistral")
+    vision = read_pixtral(config, has_merger=False)
+    return replace(read_mistral(config), architecture="llava", vision=vision)
+
+
 MISTRAL3 = Family(name="mistral3", build=Mistral3, read=read_mistral3, rename=rename, nested="text_config")
+LLAVA = Family(name="llava", build=Mistral3, read=read_llava, rename=rename, nested="text_config")

@@ -107,8 +107,8 @@ def read_siglip(config: Fields) -> Vision:
         raise prepared.refuse("size", f"only {image} x {image} is supported, the tower's size")
     replacement = f"\n\n{_BEGIN}{_PLACEHOLDER}{_END}\n\n"
     grid = ImageGrid(
-        token_id, image // side, image**2, image**2, fixed=side, is_bilinear=True, is_whole=True, begin_token=_BEGIN,
-        replacement=replacement,
+        token_id, image // side, image**2, image**2, fixed=side, resampling="bilinear", is_whole=True,
+        begin_token=_BEGIN, replacement=replacement,
     )  # fmt: skip
     mean, std = read_channels(prepared, "image_mean", HALF), read_channels(prepared, "image_std", HALF)
     return Vision(

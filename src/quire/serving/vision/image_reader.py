@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.vision import FEWEST_TOKENS, ImageGrid, ImageLimits
+from quire.serving.vision.replacements import check_count
+from quire.serving.vision.tiles import cut_tiles, num_pieces, pieces_of
 from quire.types.errors import InvalidRequest
 from quire.types.images import MAX_PIXEL_BYTES, PromptImage, image_key
 from quire.types.install import install_extra
@@ -96,7 +98,8 @@ class ImageReader:
             self._check_size(field, *image.size)
             height, width = fitting_size(image.height, image.width, self.limits.grid, field)
             if budget is not None:
-                budget.add_size(field, image.width * image.height, height * width * 3)
+                num_bytes = height * width * 3 * num_pieces(image.height, image.width, self.limits.grid)
+                budget.add_size(field, image.width * image.height, num_bytes)
             with _LARGE_ONE if image.width * image.height > _LARGE_PIXELS else nullcontext():
                 image.load()
                 return self._resized(field, library, _as_rgb(_upright(library, image)))
@@ -108,10 +111,12 @@ class ImageReader:
             raise InvalidRequest(field, f"cannot be decoded ({type(error).__name__})", _FIX) from None
 
     def _resized(self, field: str, library: Any, image: Any) -> PromptImage:
-        height, width = fitting_size(image.height, image.width, self.limits.grid, field)
-        how = library.Resampling.BILINEAR if self.limits.grid.is_bilinear else library.Resampling.BICUBIC
-        pixels = image.resize((width, height), how).tobytes()
         grid = self.limits.grid
+        how = library.Resampling[grid.resampling.upper()]
+        if grid.tile:
+            return cut_tiles(image, grid, how)
+        height, width = fitting_size(image.height, image.width, grid, field)
+        pixels = image.resize((width, height), how).tobytes()
         rows, columns = height // grid.unit, width // grid.unit
         return PromptImage(0, rows, columns, pixels, image_key(rows, columns, pixels), len(grid.row_ends[:1]))
 
@@ -126,11 +131,11 @@ class ImageReader:
 def fitting_size(height: int, width: int, grid: ImageGrid, field: str = "images") -> tuple[int, int]:
     """Return the (height, width) to which an image is resized: multiples of the unit, about the same aspect ratio,
     within the model's limits; of some models always the same. Raises InvalidRequest."""
-    if grid.fixed:
-        return grid.fixed * grid.unit, grid.fixed * grid.unit
-    if max(height, width) > MAX_RATIO * min(height, width):
+    if (grid.tile or not grid.fixed) and max(height, width) > MAX_RATIO * min(height, width):
         reason = f"is {width} x {height}: one side is more than {MAX_RATIO} times the other"
         raise InvalidRequest(field, reason, "cut it")
+    if grid.fixed:
+        return grid.fixed * grid.unit, grid.fixed * grid.unit
     unit = grid.unit
     if grid.fills:
         rows, columns = _filling(height, width, grid)
@@ -197,22 +202,13 @@ def _as_rgb(image: Any) -> Any:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def with_replacements(text: str, grid: ImageGrid) -> str:
-    """Return a prompt with images in the form that the model was trained on: some models have more around an image than
-    their chat template writes."""
-    return text.replace(grid.begin_token, grid.replacement) if grid.begin_token else text
-
-
 def place_images(
     field: str, token_ids: Sequence[int], images: Sequence[PromptImage], grid: ImageGrid
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
     """Repeat each placeholder in a prompt once for each token of its image, insert the tokens that end its rows, and
     set where images start. Raises InvalidRequest unless there is one placeholder for each image."""
-    token_id = grid.token_id
-    count = sum(token == token_id for token in token_ids)
-    if count != len(images):
-        reason = f"has {count} placeholders of images, and {len(images)} images were sent"
-        raise InvalidRequest(field, reason, "write one placeholder for each image, and none in other text")
+    token_id, images = grid.token_id, pieces_of(images)
+    check_count(field, sum(token == token_id for token in token_ids), len(images))
     placed: list[int] = []
     found: list[PromptImage] = []
     for token in token_ids:

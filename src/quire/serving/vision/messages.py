@@ -8,7 +8,8 @@ from itertools import chain
 from typing import Any
 
 from quire.serving.text.chat_messages import IMAGE_PARTS, PLACEHOLDER, ForeignImage, unknown_of_image
-from quire.serving.vision.image_reader import ImageBudget, ImageReader, TooManyImages, with_replacements
+from quire.serving.vision.image_reader import ImageBudget, ImageReader, TooManyImages
+from quire.serving.vision.replacements import with_replacements
 from quire.serving.vision.sources import MediaSources
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
@@ -31,9 +32,9 @@ class ImageTaker:
         pairs = [self._take(f"messages[{place}]", message, budget) for place, message in enumerate(messages)]
         return [message for message, _ in pairs], tuple(chain.from_iterable(images for _, images in pairs))
 
-    def with_replacements(self, text: str) -> str:
+    def with_replacements(self, text: str, images: Sequence[PromptImage]) -> str:
         """Return the text of a rendered conversation with images in the form that the model was trained on."""
-        return with_replacements(text, self.reader.limits.grid)
+        return with_replacements(text, self.reader.limits.grid, images, "messages")
 
     def take_last(self, messages: Sequence[Any], num_first: int) -> tuple[dict[int, Taken], int]:
         """Take the images of the first `num_first` messages, and of the last messages while the image limits of a

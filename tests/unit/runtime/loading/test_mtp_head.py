@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,23 @@ pytest.importorskip("transformers")
 from family_models import FamilyCase
 from mtp_heads import MtpCase
 from quire.config.arguments import EngineArguments
-from quire.config.speculation import MTP_NAMES
+from quire.config.fields import Fields
+from quire.config.speculation import MTP_NAMES, read_speculation
 from quire.runtime.hardware import detect_hardware
+from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import ModelFiles, files_at
+from quire.runtime.loading.hf.config import _unfold
 from quire.runtime.loading.hf.mtp import has_head
 from quire.runtime.loading.model_config import read_model_config
-from quire.runtime.models.mtp import HEADS
-from quire.runtime.models.registry import MTP, WITH_MTP
+from quire.runtime.models.build import count_weights
+from quire.runtime.models.mtp import HEADS, head_config
+from quire.runtime.models.registry import CLASSES, MTP, WITH_MTP, find_family
 from quire.serving.assembly import plan_engine
 from quire.serving.cli.doctor import _plan
 from quire.types.errors import ConfigError, ModelLoadError
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
+from released_mixtures import MIXTURES
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +96,6 @@ def test_a_head_has_no_embeddings_no_output_head_and_no_dense_layer_of_its_own(f
 
 
 def test_all_names_of_the_method_mean_the_models_own_head() -> None:
-    from quire.config.speculation import read_speculation
-
     for name in ("mtp", *MTP_NAMES):
         found = read_speculation({"method": name})
         assert found is not None
@@ -135,6 +139,38 @@ def test_a_damaged_head_is_refused_by_the_tensor_that_is_missing(folder: Path, t
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match="eh_proj"):
         answers(files_at(tmp_path), {"method": "mtp"})
+
+
+def test_embeddings_that_a_head_has_of_its_own_are_refused_and_further_heads_left_out(tmp_path: Path) -> None:
+    MtpCase(FamilyCase("qwen3_next", tmp_path)).save()
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    more = {name: each.clone() for name, each in tensors.items() if name.startswith("mtp.layers.0.")}
+    save_file(tensors | {name.replace("mtp.layers.0.", "mtp.layers.1."): each for name, each in more.items()}, file)
+    checkpoint = open_checkpoint(replace(files_at(tmp_path), is_head=True))
+    assert not any(name.startswith("layers.1.") for name in checkpoint.names)
+    checkpoint.close()
+    save_file(tensors | {"mtp.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    with pytest.raises(ModelLoadError, match=r"embed_tokens\.weight: has no place"):
+        open_checkpoint(replace(files_at(tmp_path), is_head=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "billions"),
+    [
+        ("DeepSeek-R1", "model.layers.61.", 11.5),  # as its README says: without embeddings and output head
+        ("GLM-4.5-Air", "model.layers.46.", 2.4),
+        ("Qwen3-Next-80B-A3B", "mtp.", 1.7),
+        ("Qwen3.5-4B", "mtp.", 0.12),
+    ],
+)
+def test_released_models_have_heads_of_one_layer(name: str, prefix: str, billions: float) -> None:
+    config = Fields("config.json", MIXTURES[name])
+    family = find_family(CLASSES[MIXTURES[name]["architectures"][0]])
+    head = count_weights(head_config(family.read(_unfold(config, family.nested))))
+    assert head.mtp is not None
+    assert (head.mtp.prefix, head.num_layers, head.recurrent, head.vision) == (prefix, 1, None, None)
+    assert head.num_parameters == pytest.approx(billions * 1e9, rel=0.1)
 
 
 def test_models_whose_heads_are_not_known_are_refused_by_family(tmp_path: Path) -> None:

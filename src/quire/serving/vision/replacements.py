@@ -1,0 +1,42 @@
+"""Writes what prompts have for images in place of what chat templates write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from quire.config.vision import ImageGrid
+from quire.types.errors import InvalidRequest
+from quire.types.images import PromptImage
+
+
+def with_replacements(text: str, grid: ImageGrid, images: Sequence[PromptImage], field: str = "prompt") -> str:
+    """Return a prompt with images in the form that the model was trained on: some models have more around an image than
+    their chat template writes, and other text for tiles. Raises InvalidRequest."""
+    if not grid.begin_token:
+        return text
+    if not grid.tile_text:
+        return text.replace(grid.begin_token, grid.replacement)
+    first, *others = text.split(grid.begin_token)
+    check_count(field, len(others), len(images))
+    shown = (_of_tiles(image, grid) + grid.replacement for image in images)
+    return first + "".join(chain.from_iterable(zip(shown, others, strict=True)))
+
+
+def check_count(field: str, num_placeholders: int, num_images: int) -> None:
+    """Raise InvalidRequest unless there is one placeholder for each image."""
+    if num_placeholders != num_images:
+        reason = f"has {num_placeholders} placeholders of images, and {num_images} images were sent"
+        raise InvalidRequest(field, reason, "write one placeholder for each image, and none in other text")
+
+
+def _of_tiles(image: PromptImage, grid: ImageGrid) -> str:
+    """Return the text of a picture's tiles: a line for each row of tiles, and an empty line."""
+    if not image.tiles:
+        return ""
+    across = image.tiles_across
+    lines = (
+        "".join(grid.tile_text.format(row=row, column=column) for column in range(1, across + 1)) + "\n"
+        for row in range(1, len(image.tiles) // across + 1)
+    )
+    return "".join(lines) + "\n"
