@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from quire.types.errors import InvalidRequest, QuireError
-from quire.types.standby import Command, StandbyState
+from quire.types.standby import Action, Command, PauseMode, StandbyState, Tag, WeightUpdate
 
 
 class RunCommand(msgspec.Struct, frozen=True, tag="command"):
@@ -13,7 +13,23 @@ class RunCommand(msgspec.Struct, frozen=True, tag="command"):
     that is done."""
 
     number: int
-    command: Command
+    action: Action
+    mode: PauseMode
+    clears_cache: bool
+    level: int
+    tags: tuple[Tag, ...]
+    path: str | None  # of new weights; None: the model's own files
+    version: str | None
+
+    def command(self) -> Command:
+        update = WeightUpdate(self.path)
+        return Command(self.action, self.mode, self.clears_cache, self.level, self.tags, update, self.version)
+
+
+def order_of(number: int, command: Command) -> RunCommand:
+    """Return the message for a command."""
+    one = command
+    return RunCommand(number, one.action, one.mode, one.clears_cache, one.level, one.tags, one.update.path, one.version)
 
 
 class CommandAnswer(msgspec.Struct, frozen=True, tag="commanded"):

@@ -210,7 +210,7 @@ class EngineLoop:
             )
             self._queue(edge, answer_command(order.number, error))
             return
-        self._core.standby.begin(order.command, lambda done: self._queue(edge, answer_command(order.number, done)))
+        self._core.standby.begin(order.command(), lambda done: self._queue(edge, answer_command(order.number, done)))
 
     def _begin_load(self, edge: int, order: LoadAdapter) -> None:
         """Read a LoRA adapter in the reader thread."""

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import zmq
 
-from quire.engine.command_messages import CommandAnswer, RunCommand
+from quire.engine.command_messages import CommandAnswer, order_of
 from quire.engine.messages import (
     Accepted,
     AdapterAnswer,
@@ -157,7 +157,7 @@ class RemoteLink:
         return await self._ask(lambda number: Ask(number, "reset_cache"), int)
 
     async def command(self, command: Command) -> StandbyState:
-        found = await self._ask(lambda number: RunCommand(number, command), object, COMMAND_SECONDS)
+        found = await self._ask(lambda number: order_of(number, command), object, COMMAND_SECONDS)
         if isinstance(found, QuireError):
             raise found
         assert isinstance(found, StandbyState)
