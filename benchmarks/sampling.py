@@ -30,6 +30,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "top_k 50": {"temperature": 0.8, "top_k": 50},
     "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
     "min_p 0.05": {"temperature": 0.8, "min_p": 0.05},
+    "typical_p 0.5": {"temperature": 0.8, "extra": {"typical_p": 0.5}},
+    "DRY": {"temperature": 0.8, "extra": {"dry_multiplier": 0.8}},
+    "no_repeat_ngram_size 3": {"temperature": 0.8, "extra": {"no_repeat_ngram_size": 3}},
 }
 CPU = torch.device("cpu")
 
@@ -37,17 +40,23 @@ CPU = torch.device("cpu")
 class Contestant:
     """A sampler whose rows all have the same sampling parameters."""
 
-    def __init__(self, kernels: Literal["torch", "native"], asked: dict[str, Any], rows: int, vocabulary: int) -> None:
+    def __init__(
+        self, kernels: Literal["torch", "native"], asked: dict[str, Any], shape: tuple[int, int], context: int
+    ) -> None:
+        """`shape`: of the logits. `context`: tokens that each row knows, which repeat many short sequences."""
+        rows, vocabulary = shape
         self._sampler = make_sampler(rows, vocabulary, CPU, kernels)
-        prompt = np.array([1], dtype=np.int32)
+        prompt = np.minimum(np.random.default_rng(0).zipf(1.3, context), 1_999).astype(np.int32)
         for row in range(rows):
-            self._sampler.add(NewRow(row, prompt, 1, (), SamplingParams(**asked), TokenRules(), 0, row))
-        lengths = np.ones(rows, dtype=np.int64)
+            self._sampler.add(NewRow(row, prompt, context, (), SamplingParams(**asked), TokenRules(), 0, row))
+        lengths = np.full(rows, context, dtype=np.int64)
         self._samples = Samples(
             np.arange(rows, dtype=np.int32), lengths, torch.from_numpy(lengths), np.arange(rows, dtype=np.int64)
         )
-        known = torch.ones(rows, dtype=torch.int64)
-        self._history = TokenHistory(torch.ones(rows, 4, dtype=torch.int32), known, known)
+        known = torch.full((rows,), context, dtype=torch.int64)
+        tokens = torch.zeros(rows, context + 4, dtype=torch.int32)
+        tokens[:, :context] = torch.from_numpy(prompt)
+        self._history = TokenHistory(tokens, known, known)
 
     def microseconds(self, logits: torch.Tensor) -> float:
         own = logits.clone()
@@ -60,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,16,64", help="numbers of rows, by commas")
     parser.add_argument("--vocabulary", type=int, default=49_152)
+    parser.add_argument("--context", type=int, default=1_000, help="tokens that each row knows")
     parser.add_argument("--repeats", type=int, default=7)
     arguments, where = parser.parse_args(), facts()
     set_threads(1)
@@ -67,8 +77,8 @@ def main() -> None:
     for way, asked in WAYS.items():
         for rows in map(int, arguments.rows.split(",")):
             logits = torch.randn(rows, arguments.vocabulary, generator=torch.Generator().manual_seed(1)) * 3
-            torch_way = Contestant("torch", asked, rows, arguments.vocabulary)
-            native_way = Contestant("native", asked, rows, arguments.vocabulary)
+            torch_way = Contestant("torch", asked, (rows, arguments.vocabulary), arguments.context)
+            native_way = Contestant("native", asked, (rows, arguments.vocabulary), arguments.context)
             times = [
                 (torch_way.microseconds(logits), native_way.microseconds(logits)) for _ in range(arguments.repeats)
             ]

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 # In Triton's interpreter, families whose layers run by kernels that another one has too: the table runs them, and the
 # suite with QUIRE_TEST_WHOLE or on a GPU.
 SAME_KERNELS = {
+    "apertus": "qwen3",
     "arcee": "nemotron",
     "bamba": "granitemoehybrid",
     "cohere": "cohere2",

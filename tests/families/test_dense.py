@@ -27,14 +27,14 @@ MORE = {"num_hidden_layers": 4, "sliding_window": 5}
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [
-        ("cohere", "use_qk_norm", True),
+        ("apertus", "hidden_act", "silu"),
+        ("apertus", "post_norm", True),
         ("cohere2", "layer_types", ["sliding_attention", "chunked_attention", "full_attention"]),
         ("cohere2", "sliding_window_pattern", 0),
         ("exaone4", "sliding_window", None),
         ("glm4", "rope_scaling", {"rope_type": "spiral"}),
         ("ministral", "layer_types", ["full_attention"]),
-        ("olmo", "clip_qkv", 8.0),
-        ("stablelm", "qk_layernorm", True),
+        ("olmo", "clip_qkv", -1.0),
         ("gemma", "use_bidirectional_attention", True),
         ("nemotron", "hidden_act", "xielu"),
         ("llama", "hidden_act", "relu2"),

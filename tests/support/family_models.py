@@ -56,6 +56,7 @@ SMOL: dict[str, Any] = {
 }  # fmt: skip
 # What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
+    "apertus": {},
     "arcee": {"head_dim": 16},
     "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True, "pad_token_id": 0},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2, "pad_token_id": 0},
@@ -249,6 +250,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_groups": 2, "hybrid_override_pattern": "ME*-E", "time_step_min": 1e-9, "pad_token_id": 0,
         **SIGMOIDS, "moe_shared_expert_intermediate_size": 48,
     },
+    "cohere-norms": {"logit_scale": 0.5, "use_qk_norm": True, "pad_token_id": 0},  # like Command R+
+    "olmo-limit": {"clip_qkv": 0.5, "pad_token_id": 0},  # like OLMo 1.7
+    "stablelm-norms": {"qk_layernorm": True, "use_parallel_residual": True},  # like StableLM 2 12B
     "stablelm-parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.25},
     "gemma4_text-moe": {  # like 26B-A4B and 31B: heads twice as large, but fewer; keys are values
         "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 4, "num_global_key_value_heads": 1,

@@ -408,6 +408,14 @@ LAYOUTS: dict[str, Layout] = {
     "arcee": Layout("arcee", lambda config: {**llama_settings(config), **whole_heads(config)}, in_pairs),
     "nemotron": Layout("nemotron", nemotron_settings, plus_one),
     "olmo": Layout("olmo", lambda config: {**llama_settings(config), "attention.layer_norm_epsilon": 1e-5}, in_pairs),
+    "olmo-limit": Layout(
+        "olmo",
+        lambda config: {
+            **llama_settings(config), "attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": config.clip_qkv,
+        },
+        in_pairs,
+        changes={"clip_qkv": 0.5},
+    ),
     "stablelm": Layout("stablelm", stablelm_settings),
     "stablelm-parallel": Layout("stablelm", stablelm_settings, changes={"use_parallel_residual": True}),
     "hunyuan_v1_dense": Layout(
@@ -419,6 +427,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "glm4": Layout("glm4", glm_settings),
     "cohere": Layout("command-r", cohere_settings),
+    "cohere-norms": Layout("command-r", cohere_settings, changes={"use_qk_norm": True}),
     "cohere2": Layout("cohere2", cohere2_settings, changes={"sliding_window_pattern": 4, "num_hidden_layers": 5}),
     "seed_oss": Layout("seed_oss", lambda config: {**decoder_settings(config), **whole_heads(config)}),
     "ernie4_5": Layout("ernie4_5", lambda config: {**decoder_settings(config), **whole_heads(config)}),
@@ -490,7 +499,7 @@ def family_tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
         assert stored_as is not None, name
         if kind != "F32" and "gate_inp_shexp" in stored_as:
             values = values.squeeze(0)  # as llama-quantize writes a matrix of one row
-        is_plain = values.ndim < 2 or any(word in stored_as for word in _PLAIN)
+        is_plain = values.ndim < 2 or stored_as.endswith("_norm.weight") or any(word in stored_as for word in _PLAIN)
         made.append(stored(stored_as, values.contiguous().numpy(), "F32" if is_plain else kind))
     return made
 

@@ -102,6 +102,9 @@ OTHERS: dict[str, Settings] = {
     "c4ai-command-r-v01": decoder("cohere", "CohereForCausalLM", 8192, 22528, 40, (64, 64), 256000, **COHERE | {
         "max_position_embeddings": 8192, "model_max_length": 131072, "rope_theta": 8000000.0,
         "torch_dtype": "float16"}),
+    "c4ai-command-r-plus": decoder("cohere", "CohereForCausalLM", 12288, 33792, 64, (96, 8), 256000, **COHERE | {
+        "max_position_embeddings": 8192, "model_max_length": 131072, "logit_scale": 0.8333333333333334,
+        "rope_theta": 75000000.0, "torch_dtype": "float16", "use_qk_norm": True}),
     "aya-23-8B": decoder("cohere", "CohereForCausalLM", 4096, 14336, 32, (32, 8), 256000, **COHERE | {
         "max_position_embeddings": 8192, "rope_theta": 10000, "torch_dtype": "float16"}),
     "c4ai-command-r7b-12-2024": decoder("cohere2", "Cohere2ForCausalLM", 4096, 14336, 32, (32, 8, 128), 256000,
@@ -153,11 +156,23 @@ OTHERS: dict[str, Settings] = {
                      rope_theta=10000.0, tie_word_embeddings=False, torch_dtype="float16"),
     "stablelm-2-1_6b": decoder("stablelm", "StableLmForCausalLM", 2048, 5632, 24, (32, 32), 100352, **STABLELM | {
         "use_qkv_bias": True}),
+    "stablelm-2-12b": decoder("stablelm", "StableLmForCausalLM", 5120, 13824, 40, (32, 8), 100352, **STABLELM | {
+        "use_qkv_bias": False, "qk_layernorm": True, "use_parallel_residual": True}),
     "stablelm-3b-4e1t": decoder("stablelm", "StableLmForCausalLM", 2560, 6912, 32, (32, 32), 50304, **STABLELM | {
         "use_qkv_bias": False, "rope_scaling": None}),
     "OLMo-1B-hf": decoder("olmo", "OlmoForCausalLM", 2048, 8192, 16, (16, 16), 50304, attention_bias=False,
                           clip_qkv=None, eos_token_id=50279, hidden_act="silu", max_position_embeddings=2048,
                           pad_token_id=1, rope_scaling=None, rope_theta=10000.0, tie_word_embeddings=True),
+    "OLMo-1.7-7B-hf": decoder("olmo", "OlmoForCausalLM", 4096, 11008, 32, (32, 32), 50304, attention_bias=False,
+                              clip_qkv=8.0, eos_token_id=50279, hidden_act="silu", max_position_embeddings=4096,
+                              pad_token_id=1, rope_scaling=None, rope_theta=10000.0, tie_word_embeddings=False),
+    "Apertus-8B-Instruct-2509": decoder(
+        "apertus", "ApertusForCausalLM", 4096, 21504, 32, (32, 8), 131072, attention_bias=False, attention_dropout=0.0,
+        bos_token_id=1, eos_token_id=68, hidden_act="xielu", max_position_embeddings=65536, mlp_bias=False,
+        pad_token_id=3, post_norm=False, qk_norm=True, rms_norm_eps=1e-05, rope_theta=12000000,
+        rope_scaling={"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                      "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        tie_word_embeddings=False, torch_dtype="bfloat16"),
     "OLMo-2-1124-7B": decoder("olmo2", "Olmo2ForCausalLM", 4096, 11008, 32, (32, 32), 100352, **OLMO2),
     "Olmo-3-7B-Instruct": decoder("olmo3", "Olmo3ForCausalLM", 4096, 11008, 32, (32, 32), 100278, **OLMO2 | {
         "dtype": "bfloat16", "layer_types": windows_but_every(4, 32), "max_position_embeddings": 65536,

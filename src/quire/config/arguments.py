@@ -67,6 +67,7 @@ class EngineArguments:
     threads: int | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    enable_sleep_mode: bool = False
     enable_prefix_caching: bool | None = None
     prefix_eviction: str | None = None
     quantization: str | None = None
@@ -125,6 +126,7 @@ class EngineSettings(TypedDict, total=False):
     threads: int | None
     attention_backend: str
     enforce_eager: bool
+    enable_sleep_mode: bool
     enable_prefix_caching: bool | None
     prefix_eviction: str | None
     quantization: str | None
@@ -278,9 +280,9 @@ def _check_numbers(args: EngineArguments) -> None:
 
 
 def _check_names(args: EngineArguments) -> None:
-    for switch in ("enforce_eager", "enable_prefix_caching"):
+    for switch in ("enforce_eager", "enable_sleep_mode", "enable_prefix_caching"):
         value = getattr(args, switch)
-        if not isinstance(value, bool) and (value is not None or switch == "enforce_eager"):
+        if not isinstance(value, bool) and (value is not None or switch != "enable_prefix_caching"):
             raise ConfigError(switch, f"must be true or false, got {value!r}")
     kind, colon, index = str(args.device).partition(":")
     known = (("auto", ""), ("cpu", ""), ("cuda", ""), ("cuda", ":"))

@@ -112,6 +112,7 @@ class DeviceConfig:
     enforce_eager: bool = False  # never capture steps as CUDA graphs
     quantization: Quantization | None = None  # of the layers' weights, quantized while loading
     cpu_weights: CpuWeights = "integer"  # how a CPU multiplies rows by quantized weights
+    sleep: bool = False  # a GPU's weights and KV cache are allocated so that they can be given back
 
     @property
     def integer_products(self) -> bool:

@@ -225,12 +225,14 @@ class ModelConfig:
     heads: Heads  # of layers without a window; for the others see `local_heads`
     rope: Rope
     norm_eps: float
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"] = "silu"
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    head_layer_norms: bool = False  # query and key heads have layer norms, each its own
+    qkv_limit: float | None = None  # on the absolute values of queries, keys and values
     attention_sinks: bool = False  # each query head has an extra learned score without a value
     # Per layer: tokens that a token sees, itself included, before it or, in encoders, on both sides; (): no windows.
     windows: tuple[int | None, ...] = ()

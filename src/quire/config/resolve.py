@@ -183,6 +183,7 @@ def resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConf
     return DeviceConfig(
         device, dtype, _kv_dtype(args, facts, device, dtype), args.threads, args.attention_backend, args.enforce_eager,
         _quantization(args, facts, device, model), CPU_WEIGHTS.get(args.cpu_weights) or facts.cpu_weights(dtype),
+        args.enable_sleep_mode,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.engine import submission
 from quire.engine.adapters import AdapterTable
 from quire.engine.commit import NO_BATCH, Batch, Committer
 from quire.engine.counters import Counters
@@ -24,15 +25,7 @@ from quire.engine.paced_results import PacedResults, beam_ends
 from quire.engine.scheduler.queue import RunningGroups
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.scheduler.scheduler import Scheduler
-from quire.engine.submission import (
-    add_sequences,
-    check_request,
-    end_uncompiled,
-    find_origin,
-    make_controller,
-    make_group,
-    most_blocks,
-)
+from quire.engine.standby import HELD, LiveRequests, Standby
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, SampleEnd, TokensOut
 from quire.types.request import Abort, Submit
@@ -75,6 +68,8 @@ class EngineCore:
         self._committer = Committer(self._scheduler, proposers, self._guided, self._paced, self._end, self._fail, clock)
         self._compiling: dict[Group, Compilation] = {}
         self._groups: dict[str, Group] = {}
+        live = LiveRequests(self._groups, self._compiling, self._pipeline)
+        self.standby = Standby(self, self._scheduler, live, cache, is_recorded=observer is not None)
         self._finished: list[Finished] = []
         self._handover = make_handover(cache.tiers, self._scheduler.tiers, clock)
         self._next_handle = self._ordinal = 0
@@ -87,11 +82,9 @@ class EngineCore:
         EngineDead."""
         if self._dead is not None:
             raise EngineDead(self._dead)
-        if not isinstance(request.request_id, str):
-            raise InvalidRequest("request_id", f"is {request.request_id!r}, not a text", "send a string")
-        if request.request_id in self._groups:
-            reason = f"{request.request_id!r} is in use"
-            raise InvalidRequest("request_id", reason, "choose another or wait for its end")
+        if self.standby.is_active:
+            self.standby.admit()
+        submission.check_id(request.request_id, self._groups)
         self._observer.submitting()
         try:
             group = self._accept(request)
@@ -116,26 +109,28 @@ class EngineCore:
         request = self.pins.pad_prompt(asked)
         cache, config, vocab_size = self._cache, self._config, self._vocab_size
         has_text, num_pinned = self._tools.vocabulary is not None, self.pins.num_reserved
-        limit = check_request(request, cache, config, vocab_size, has_text=has_text, num_pinned=num_pinned)
-        group = make_group(request, self._ordinal, limit, self._next_handle, vocab_size, config.seed)
+        limit = submission.check_request(request, cache, config, vocab_size, has_text=has_text, num_pinned=num_pinned)
+        group = submission.make_group(request, self._ordinal, limit, self._next_handle, vocab_size, config.seed)
         group.has_whole_images = config.images is not None and config.images.grid.is_whole
         group.arrival = self._clock()
         if request.source is not None:
-            group.origin = find_origin(request, self._groups, self._scheduler.rows)
+            group.origin = submission.find_origin(request, self._groups, self._scheduler.rows)
         if request.pin:
             live, chunk = self._groups.values(), config.max_num_batched_tokens
-            most = max((most_blocks(each.request, each.limit, cache, chunk) for each in live), default=0)
+            most = max((submission.most_blocks(each.request, each.limit, cache, chunk) for each in live), default=0)
             self.pins.reserve(asked, most)
         group.ledger.note("queued", group.arrival, group.num_prompt)
         if request.rules.grammar:
             self._compiling[group] = self._tools.compile(request.rules)
+        elif self.standby.is_active and self.standby.holds:
+            self._compiling[group] = HELD
         else:
             self._enqueue(group, None)
         return group
 
     def _enqueue(self, group: Group, matcher: Matcher | None) -> None:
-        controller = make_controller(group, self._tools, matcher)
-        add_sequences(group, self._scheduler.new_table, controller)
+        controller = submission.make_controller(group, self._tools, matcher)
+        submission.add_sequences(group, self._scheduler.new_table, controller)
         self._scheduler.add(group)
 
     def abort(self, abort: Abort) -> None:
@@ -156,7 +151,7 @@ class EngineCore:
     def _abort(self, group: Group, abort: Abort) -> None:
         ending: Ending = ("abort", None) if abort.stop_reason is None else ("stop", abort.stop_reason)
         if group in self._compiling:
-            if end_uncompiled(group, abort.index, ending):
+            if submission.end_uncompiled(group, abort.index, ending):
                 self._finish_request(group, group.finish_message(self._clock()))
         elif group.search is not None:
             if abort.index is None:
@@ -182,7 +177,8 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has work: a live request, a message to return, a step in flight, or a copy between tiers."""
         has_transfers = self._dead is None and self._scheduler.tiers.has_transfers
-        return bool(self._groups or self._finished or len(self._pipeline) or has_transfers or self._handover)
+        is_live = self._groups and not (self.standby.is_active and self.standby.rests)
+        return bool(is_live or self._finished or len(self._pipeline) or has_transfers or self._handover)
 
     @property
     def pins(self) -> PinnedPrefixes:
@@ -234,6 +230,8 @@ class EngineCore:
     def _enqueue_compiled(self) -> None:
         """Add groups whose grammar is compiled to the waiting queue; fail groups whose grammar has failed."""
         for group, compilation in list(self._compiling.items()):
+            if self.standby.is_active and self.standby.holds:
+                return
             try:
                 if not compilation.is_ready:
                     continue
@@ -247,7 +245,8 @@ class EngineCore:
 
     def _plan_step(self) -> InFlightStep | None:
         """Plan the next step. Returns None if nothing can be computed now."""
-        plan = None if self._dead else self._scheduler.plan(self._clock(), self._pipeline.busy)
+        is_stopped = self._dead or (self.standby.is_active and self.standby.stops)
+        plan = None if is_stopped else self._scheduler.plan(self._clock(), self._pipeline.busy)
         step = None
         if plan is not None:
             step = self._committer.prepare(plan)
@@ -303,11 +302,7 @@ class EngineCore:
             group.live.remove(sequence)
             if group.search is None and all(sample.index != sequence.index for sample in group.ended):
                 group.ended.append(SampleEnd(sequence.index, tuple(sequence.outputs), "error"))
-        try:
-            message = group.finish_message(self._clock(), *fault)
-        except Exception:  # noqa: BLE001 - if making the message failed, the request must end all the same
-            message = Finished(group.request.request_id, tuple(group.ended), error=fault.reason)
-        self._finish_request(group, message)
+        self._finish_request(group, submission.fault_message(group, fault, self._clock()))
 
     def _finish_request(self, group: Group, message: Finished) -> None:
         """Remove a group from the engine, and return its terminal message with the next step."""

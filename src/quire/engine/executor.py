@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from quire.types.adapters import AdapterInfo
+from quire.types.standby import WeightUpdate
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import TransferReport
 
@@ -57,3 +59,24 @@ class PreparesMore(Protocol):
 
     def compile_remaining(self) -> None:
         """Start all remaining compilations in the background, for engines that never call `prepare_more`."""
+
+
+@runtime_checkable
+class SleepingExecutor(Protocol):
+    """An executor that can give back memory and replace its weights. All methods are called with no step in flight."""
+
+    def sleep(self, level: int) -> None:
+        """Give back the memory of weights and KV cache. Level 1 keeps the weights in host memory, level 2 drops them.
+        Raises QuireError, and changes nothing."""
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take the memory of "weights" or "kv_cache" again; the cache is empty. Raises QuireError, and takes nothing,
+        if there is not enough."""
+
+    def check_weights(self, update: WeightUpdate) -> bool:
+        """Open and check new weights for `apply_weights`. Returns whether they are all that the model has. Raises
+        InvalidRequest; nothing has changed then."""
+
+    def apply_weights(self) -> None:
+        """Replace the weights by those that were checked. If this raises, the model must not be run before all its
+        weights were replaced."""

@@ -4,14 +4,14 @@ server's edges call the checks before they submit."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
 from quire.config.vision import FEWEST_TOKENS, ImageLimits
 from quire.engine.decoding.beam import BeamSearch
-from quire.engine.decoding.controller import PLAIN, Ending, StepController
+from quire.engine.decoding.controller import PLAIN, Ending, Fault, StepController
 from quire.engine.decoding.grammar import Matcher
 from quire.engine.decoding.group import NOT_STREAMED, Group, Sequence
 from quire.engine.decoding.stop_text import StopRules, StopText
@@ -23,7 +23,7 @@ from quire.engine.scheduler.row_table import RowTable
 from quire.engine.speculation.proposer import NO_PROPOSER
 from quire.types.errors import InvalidRequest
 from quire.types.images import KEY_BYTES, MAX_PIXEL_BYTES
-from quire.types.output import SampleEnd
+from quire.types.output import Finished, SampleEnd
 from quire.types.request import Submit
 from quire.types.sampling import check_vocabulary
 
@@ -339,3 +339,19 @@ def _seed_for(request: Submit, engine_seed: int, ordinal: int) -> int:
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
     return mixed ^ (mixed >> 31)
+
+
+def check_id(request_id: object, live: Container[object]) -> None:
+    """Raise InvalidRequest for a request id that is no text or that a live request has."""
+    if not isinstance(request_id, str):
+        raise InvalidRequest("request_id", f"is {request_id!r}, not a text", "send a string")
+    if request_id in live:
+        raise InvalidRequest("request_id", f"{request_id!r} is in use", "choose another or wait for its end")
+
+
+def fault_message(group: Group, fault: Fault, now: float) -> Finished:
+    """Return the terminal message of a request that failed."""
+    try:
+        return group.finish_message(now, *fault)
+    except Exception:  # noqa: BLE001 - if making the message failed, the request must end all the same
+        return Finished(group.request.request_id, tuple(group.ended), error=fault.reason)

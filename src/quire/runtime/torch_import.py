@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-META_KERNELS = "torch._meta_registrations"
+META_KERNELS = "torch._meta_registrations"  # for tracing and compiling models, and for torch.Generator
+_DEFERRED = (META_KERNELS, "torch.export", "torch.utils.data", "torch.distributions")  # no server needs the others
 _loading = threading.RLock()  # re-entrant: the module looks up its own names while it is loaded
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
@@ -56,16 +57,16 @@ def forget_library_pages() -> None:
             system.madvise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
-def defer_meta_kernels() -> None:
-    """Let the next `import torch` skip its Python kernels for meta tensors, which take a quarter of the import time, on
-    machines without a GPU. They are needed for tracing and compiling models, and by torch.Generator. They are loaded
-    when an attribute of their module is accessed."""
+def defer_modules() -> None:
+    """Let the next `import torch` skip modules that serving does not need, on machines without a GPU: the Python
+    kernels for meta tensors, which take a quarter of the import time, and a few that take a tenth. Each is loaded when
+    an attribute of it is accessed."""
     if "torch" not in sys.modules and not any(map(os.path.exists, _GPU_DEVICES)):
         sys.meta_path.insert(0, _Finder())
 
 
 def load_meta_kernels() -> None:
-    """Load the module that `defer_meta_kernels` deferred, if it did."""
+    """Load the meta kernels, if `defer_modules` deferred them."""
     module = sys.modules.get(META_KERNELS)
     if isinstance(module, _Deferred):
         module.load()
@@ -75,9 +76,13 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != META_KERNELS:
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        if isinstance(parent, _Deferred):  # it imports its submodules itself, in the order that they need
+            parent.load()
+            loaded = sys.modules.get(fullname)
+            return None if loaded is None else ModuleSpec(fullname, _Loaded(loaded))
+        if fullname not in _DEFERRED:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _Deferring(spec.loader)
@@ -95,6 +100,19 @@ class _Deferring(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: _Deferred executes the module later."""
+
+
+class _Loaded(Loader):
+    """A loader that gives a module that is loaded already."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 class _Deferred(ModuleType):

@@ -3,14 +3,16 @@ one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.engine.core import EngineCore
 from quire.types.adapters import AdapterInfo
-from quire.types.errors import EngineDead
+from quire.types.errors import EngineDead, QuireError
 from quire.types.output import TokensOut
 from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
+from quire.types.standby import Command, StandbyState
 from quire.types.stats import EngineStats
 
 CLOSED = "this LLM was closed; make a new one, or close it (leave its with block) only after the last call"
@@ -66,6 +68,17 @@ class EngineClient(Protocol):
 
     def finish_load(self, name: str, info: AdapterInfo | None) -> None:
         """Give the name to the adapter that was read, or to none (`info` is None) if reading failed."""
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether live requests wait until the engine is resumed, so that `receive` has nothing to do."""
+
+    def begin_command(self, command: Command, done: Callable[[StandbyState | QuireError], None]) -> None:
+        """Pause, resume, sleep, wake up or replace weights. `done` is called with the state after it or with the error,
+        now or in `advance`."""
+
+    def advance(self) -> None:
+        """Finish commands that waited for requests to end. Must be called after each `receive`."""
 
     def close(self) -> None:
         """Close the engine. Idempotent."""
@@ -126,6 +139,30 @@ class InProcessClient:
     def finish_load(self, name: str, info: AdapterInfo | None) -> None:
         self._core.adapters.finish_load(name, info)
 
+    @property
+    def is_resting(self) -> bool:
+        return self._core.standby.rests and not self._core.has_work
+
+    def begin_command(self, command: Command, done: Callable[[StandbyState | QuireError], None]) -> None:
+        if self._is_closed:
+            raise EngineDead(CLOSED)
+        self._core.standby.begin(command, done)
+
+    def advance(self) -> None:
+        self._core.standby.advance()
+
     def close(self) -> None:
         self._is_closed = True
         self._core.close()
+
+
+def run_command(client: EngineClient, command: Command) -> StandbyState:
+    """Carry out a command while no request is live. Raises its error."""
+    results: list[StandbyState | QuireError] = []
+    client.begin_command(command, results.append)
+    while not results:  # copies between tiers are in flight
+        client.receive()
+        client.advance()
+    if isinstance(results[0], QuireError):
+        raise results[0]
+    return results[0]

@@ -14,7 +14,7 @@ from quire.config.arguments import EngineSettings
 from quire.serving.batch import Batch, Feed, LiveRequest, LiveRequests, branch_of
 from quire.serving.loading import LoadedModel, LoadFormat, load_model
 from quire.serving.lora import LoRARequest, load_loras, take_loras, with_lora
-from quire.serving.offline import OfflineModel, ShowsProgress
+from quire.serving.offline import ShowsProgress
 from quire.serving.outputs import StreamPiece, beam_output
 from quire.serving.requests import (
     Message,
@@ -29,6 +29,7 @@ from quire.serving.requests import (
     read_one_prompt,
     read_prompts,
 )
+from quire.serving.standby import StandbyModel
 from quire.serving.terminal import DeferredInterrupt, ProgressLine
 from quire.serving.text.chat_template import ChatTemplates
 from quire.serving.vllm_arguments import CallArguments, check_call
@@ -49,7 +50,7 @@ BUSY = "this LLM is in the middle of another call; finish or close that one firs
 Stream: TypeAlias = Generator[StreamPiece, None, None]
 
 
-class LLM(OfflineModel):
+class LLM(StandbyModel):
     """A loaded model that answers prompts, or an encoder that embeds texts. Loads on construction; `close()` frees the
     memory.
 
@@ -191,8 +192,7 @@ class LLM(OfflineModel):
         """
         read = read_one_prompt(prompt)
         requests = self._requests.make([read], self._pair(sampling_params, 1))
-        (request,) = with_lora(self._client, requests, lora_request)
-        return self._start(request, read.text)
+        return self._start(with_lora(self._client, requests, lora_request)[0], read.text)
 
     def fork(
         self,

@@ -143,7 +143,6 @@ NO_EFFECT: dict[str, NoEffect] = {
     "kv_events_config": NoEffect((None,), "leave it out"),
     "async_scheduling": tuning("steps always run ahead of the host where they can", True),
     "stream_interval": tuning("a request's own stream_interval decides", 1),
-    "enable_sleep_mode": NoEffect(OFF, "use close() and load the model again"),
     # compiling and CUDA graphs
     "compilation_config": tuning("steps are captured as CUDA graphs; enforce_eager turns that off", {}, 0),
     "optimization_level": tuning("steps are captured as CUDA graphs; enforce_eager turns that off"),

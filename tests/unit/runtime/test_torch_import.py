@@ -14,7 +14,7 @@ BEGIN = """
 import sys
 from quire.runtime import torch_import
 torch_import._GPU_DEVICES = ()
-torch_import.defer_meta_kernels()
+torch_import.defer_modules()
 import torch
 """
 
@@ -40,6 +40,24 @@ assert torch.ones(4, 5, device="meta")[torch.tensor([0, 1], device="meta")].shap
     assert failure(program) == ""
 
 
+def test_other_modules_are_loaded_when_they_are_used() -> None:
+    program = (
+        BEGIN
+        + """
+assert "torch.export.exported_program" not in sys.modules
+assert "torch.utils.data.dataset" not in sys.modules
+assert torch.distributions.Normal(0.0, 1.0).entropy() > 1
+from torch.utils.data import DataLoader
+assert len(list(DataLoader([1, 2, 3], batch_size=2))) == 2
+import torch.export.unflatten
+assert callable(torch.export.export)
+for name in ("torch.export", "torch.utils.data", "torch.distributions"):
+    assert type(sys.modules[name]) is type(sys)
+"""
+    )
+    assert failure(program) == ""
+
+
 def test_loading_meta_kernels_restores_what_torch_needs() -> None:
     program = (
         BEGIN
@@ -55,7 +73,7 @@ assert torch.Generator().manual_seed(3).initial_seed() == 3
 
 @pytest.mark.parametrize("before", ["import torch", "torch_import._GPU_DEVICES = ('/dev/null',)"])
 def test_the_import_of_torch_is_unchanged_with_a_gpu_or_if_torch_is_already_imported(before: str) -> None:
-    program = BEGIN.replace("torch_import.defer_meta_kernels()", before + "\ntorch_import.defer_meta_kernels()")
+    program = BEGIN.replace("torch_import.defer_modules()", before + "\ntorch_import.defer_modules()")
     program += 'assert "torch._decomp" in sys.modules\nassert not isinstance(sys.meta_path[0], torch_import._Finder)'
     assert failure(program) == ""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.serving import async_llm
+from quire.serving import async_engine
 from quire.serving.async_llm import AsyncLLM, EngineArgs
 from quire.types.errors import ConfigError, EngineDead, InvalidRequest, QuireError
 from quire.types.output import RequestOutput
@@ -106,9 +106,9 @@ def test_many_requests_run_in_one_batch_and_keep_to_themselves(
     make_async: MakeAsync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, submitted, goes_on = make_async(echo), list[Any](), threading.Event()
-    submit = async_llm._EngineThread.submit
+    submit = async_engine.EngineThread.submit
     monkeypatch.setattr(
-        async_llm._EngineThread, "submit", lambda self, stream: (submitted.append(stream), submit(self, stream))[1]
+        async_engine.EngineThread, "submit", lambda self, stream: (submitted.append(stream), submit(self, stream))[1]
     )
     llm.executor.on_launch = lambda: goes_on.wait(60)  # type: ignore[attr-defined]
 

@@ -89,7 +89,7 @@ class PrefixTree:
     """
 
     def __init__(self, pool: BlockPool, block_size: int, policy: EvictionPolicy, namespace: bytes = b"") -> None:
-        self.pool, self._policy, self._namespace = pool, policy, namespace
+        self.pool, self._policy, self.namespace = pool, policy, namespace
         self.block_size, self._width = block_size, block_size * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
         self._evicted_salts = EvictedSalts()
@@ -347,7 +347,7 @@ class PrefixTree:
         while above is not None and above.parent is not None and len(above.keys) < len(above.blocks):
             unhashed.append(above)
             above = above.parent
-        key = root_key(self._namespace, node.salt) if above is None or above.parent is None else above.keys[-1]
+        key = root_key(self.namespace, node.salt) if above is None or above.parent is None else above.keys[-1]
         width = self._width
         for each in reversed(unhashed):  # iterative, because a path may be too long for recursion
             keys, count = each.keys, index + 1 if each is node else len(each.blocks)
@@ -359,7 +359,7 @@ class PrefixTree:
 
     def root_key(self, salt: str) -> bytes:
         """Return the hash that precedes the first block of a salt."""
-        return root_key(self._namespace, salt)
+        return root_key(self.namespace, salt)
 
     # ------------------------------------------------------------------------------------------------- condition
     def nodes(self) -> Iterator[Node]:

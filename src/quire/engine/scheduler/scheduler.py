@@ -42,7 +42,7 @@ class Scheduler:
         self.pool, self.tree, self.tiers = parts.pool, parts.tree, parts.tiers
         self.reuse, self.allocation = parts.reuse, parts.allocation
         self.new_table, self.preemption, self.pins = parts.allocation.new_table, parts.preemption, parts.pins
-        self._compute_time = parts.compute_time
+        self.compute_time = parts.compute_time
         self.paced = PacedSet(self.rows, self.pool, cache.block_size)
         self.waiting, self.running = GroupQueue(self.policy.key), RunningGroups(self.policy.key)
         self.num_preemptions = 0
@@ -269,7 +269,7 @@ class Scheduler:
                 return True
             except OutOfBlocks:
                 victim = self.running.last() or sequence.group  # the least urgent one by the policy's key
-                self._preempt(builder, victim)
+                self.preempt(builder, victim)
                 if victim is sequence.group:
                     return False
 
@@ -286,7 +286,7 @@ class Scheduler:
         lasting = (last, sequence.group.num_known)
         builder.move_state(row, table.plan_states(start, end, lasting, trails=not is_prompt))
 
-    def _preempt(self, builder: PlanBuilder, group: Group) -> None:
+    def preempt(self, builder: PlanBuilder, group: Group) -> None:
         """Take a running group out of the plan, its rows and its blocks, and put it back into the waiting queue."""
         before = builder.drop(sequence.row for sequence in group.live if sequence.row is not None)
         for sequence in group.live:
@@ -362,7 +362,7 @@ class Scheduler:
     def note_step(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
         """Learn from the time that a step of `num_tokens` tokens took."""
         self.policy.note_step(num_tokens, seconds)
-        self._compute_time.note_step(plan, num_tokens, seconds)
+        self.compute_time.note_step(plan, num_tokens, seconds)
 
     def slots_used(self) -> int:
         """Return how many token slots hold a computed token. Shared slots count once."""

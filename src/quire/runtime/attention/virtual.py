@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import Kernels, LayerCache
+from quire.runtime.cuda_driver import has_cuda_bindings
 from quire.runtime.sampling.samples import Longs
 from quire.types.errors import ConfigError
 from quire.types.install import install_extra
@@ -159,7 +159,7 @@ def check_virtual(device: torch.device) -> None:
     """Raise ConfigError if memory cannot be mapped page by page on this machine."""
     if device.type == "cpu" and not hasattr(os, "memfd_create"):
         raise ConfigError("kv_layout", '"virtual" needs Linux', 'use "paged"')
-    if device.type == "cuda" and (find_spec("cuda") is None or find_spec("cuda.bindings") is None):
+    if device.type == "cuda" and not has_cuda_bindings():
         fix = f'{install_extra("virtual")}, or use "paged"'
         raise ConfigError("kv_layout", '"virtual" needs the package cuda-bindings, which is not installed', fix)
 

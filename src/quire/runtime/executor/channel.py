@@ -34,6 +34,7 @@ class Kind(IntEnum):
     CHECKED = 13  # from a rank: the failed assertion, or an empty string
     ANSWER = 14  # from a rank: the return value of a call
     REFUSED = 15  # from a rank: field, reason and fix of an InvalidRequest
+    STANDBY = 17  # to a rank, on its `calls` channel: a method of SleepingExecutor; answer with ANSWER or REFUSED
     LIFE = 16  # from a rank that shares no memory with the engine: its LifePage
 
 

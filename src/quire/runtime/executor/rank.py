@@ -19,7 +19,8 @@ from quire.runtime.executor.codec import FINGERPRINT, decode, encode
 from quire.runtime.executor.life import LifePage
 from quire.runtime.executor.plan_codec import PlanDecoder
 from quire.runtime.executor.rings import RankRings
-from quire.types.errors import ConfigError, InvalidRequest, ModelLoadError
+from quire.types.errors import ConfigError, InvalidRequest, ModelLoadError, QuireError
+from quire.types.standby import WeightUpdate
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -219,8 +220,11 @@ class RankServer:
                     answer = self._answer(message)
                 except InvalidRequest as error:
                     self._calls.send(Kind.REFUSED, encode((error.field, error.reason, error.fix)))
+                except QuireError as error:
+                    self._calls.send(Kind.REFUSED, encode(("", str(error), "")))
                 except Exception as error:  # noqa: BLE001 - only this adapter fails
                     refusal = ("lora_path", f"cannot be read: {error!r:.200}", "check its files")
+                    refusal = ("", f"{error!r:.300}", "") if message.kind is Kind.STANDBY else refusal
                     self._calls.send(Kind.REFUSED, encode(refusal))
                 else:
                     self._calls.send(Kind.ANSWER, encode(answer))
@@ -230,6 +234,12 @@ class RankServer:
     def _answer(self, message: Message) -> object:
         if message.kind is Kind.READ_ADAPTER:
             return self._executor.read_adapter(*decode(message.data))
+        if message.kind is Kind.STANDBY:
+            method, *arguments = decode(message.data)
+            if method == "check_weights":
+                path, is_partial = arguments
+                arguments = [WeightUpdate(path, is_partial=is_partial)]
+            return self._executor.stand_by(method, *arguments)
         assert message.kind is Kind.FORGET_ADAPTER
         self._executor.forget_adapter(*decode(message.data))
         return None

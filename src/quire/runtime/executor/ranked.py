@@ -6,10 +6,12 @@ import contextlib
 import gc
 import logging
 import selectors
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from quire.config.engine import EngineConfig
@@ -27,7 +29,8 @@ from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.progress import Progress
 from quire.runtime.parallel.results import merge_results
 from quire.types.adapters import AdapterInfo
-from quire.types.errors import EngineDead, InvalidRequest
+from quire.types.errors import EngineDead, InvalidRequest, QuireError
+from quire.types.standby import TAGS, WeightUpdate
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
@@ -80,6 +83,7 @@ class RankedExecutor:
         self._encoder, self._transfers = PlanEncoder(), TransferMerger(config.parallel.num_ranks)
         self._calling = threading.Lock()
         self._closed = self._has_loaded = self._waits_for_masks = False
+        self._level = 1  # of the last sleep
         self._num_launched = 0  # steps not collected yet
         self._unreported = 0  # ranks that were asked for their transfer reports and have not answered
         self._watch = RankWatch(launcher, config.parallel.rank_timeout, config.parallel.load_timeout)
@@ -180,7 +184,41 @@ class RankedExecutor:
     def forget_adapter(self, digest: str) -> None:
         self._call(Kind.FORGET_ADAPTER, (digest,))
 
-    def _call(self, kind: Kind, arguments: tuple[str, ...]) -> list[Any]:
+    # ------------------------------------------------------------------------------------------- SleepingExecutor
+    def sleep(self, level: int) -> None:
+        try:
+            self._call(Kind.STANDBY, ("sleep", level))
+        except EngineDead:
+            raise
+        except QuireError:
+            self._call(Kind.STANDBY, ("wake_up", TAGS))  # the ranks that did sleep
+            raise
+        self._level = level
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        try:
+            self._call(Kind.STANDBY, ("wake_up", tuple(tags)))
+        except EngineDead:
+            raise
+        except QuireError:
+            self._call(Kind.STANDBY, ("sleep", self._level, tuple(tags)))  # the ranks that did wake up
+            raise
+
+    def check_weights(self, update: WeightUpdate) -> bool:
+        if update.tensors is None:
+            return all(self._call(Kind.STANDBY, ("check_weights", update.path, update.is_partial)))
+        from quire.runtime.loading.new_weights import save_tensors
+
+        with tempfile.TemporaryDirectory(prefix="quire-weights-") as folder:
+            path = Path(folder) / "some.safetensors"
+            save_tensors(update.tensors, path)
+            found = self._call(Kind.STANDBY, ("check_weights", str(path), True))  # each rank maps the file
+        return all(found)
+
+    def apply_weights(self) -> None:
+        self._call(Kind.STANDBY, ("apply_weights",))
+
+    def _call(self, kind: Kind, arguments: tuple[object, ...]) -> list[Any]:
         """Send a call to all ranks, and return their answers. Raises InvalidRequest if a rank refuses, and EngineDead
         if a rank does not answer in time."""
         self._messages.check_open()
@@ -196,7 +234,7 @@ class RankedExecutor:
         answers = [(message.kind, decode(message.data)) for message in messages]
         for answer, value in answers:
             if answer is Kind.REFUSED:
-                raise InvalidRequest(*value)
+                raise InvalidRequest(*value) if value[0] else QuireError(value[1])
         return [value for _, value in answers]
 
     def _wait_for_answer(self, rank: Rank, deadline: float) -> Message:
@@ -206,7 +244,7 @@ class RankedExecutor:
             selector.register(rank.calls, selectors.EVENT_READ)
             while (message := rank.calls.receive(wait=False)) is None:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    reason = f"did not answer within {_CALL_SECONDS:g} s to a call to load or unload an adapter"
+                    reason = f"did not answer within {_CALL_SECONDS:g} s to a call about adapters, sleep or weights"
                     self._watch.report_failure(rank, reason)
                     raise EOFError
         return message

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -31,6 +31,7 @@ from quire.runtime.models.build import build_model, describe_weights
 from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
+from quire.runtime.standby.model import ModelStandby
 from quire.runtime.tiers.make import check_folder, make_tiers
 from quire.runtime.tuned import adopt_tuned
 from quire.runtime.worker.adapters import RowAdapters, make_adapters
@@ -38,13 +39,14 @@ from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.adapters import AdapterInfo
 from quire.types.errors import EngineDead, InvalidRequest
+from quire.types.standby import WeightUpdate
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 logger = logging.getLogger("quire.runtime")
 
 Progress = Callable[[str, int, int], None]
-Load = Callable[[ModelFiles, ModelConfig, LayerBuilder], BaseModel]
+Load = Callable[[ModelFiles, ModelConfig, LayerBuilder, ModelStandby], BaseModel]
 DEPTHS = {"cpu": 1, "cuda": 2}
 PREPARING_SECONDS = 4.0  # for which a GPU compiles and captures before the first request
 COMPILING_SECONDS = 0.1  # between checks whether background compilations have finished
@@ -96,9 +98,10 @@ class SingleExecutor:
         if load_format == "dummy":
             load = partial(_load_random, seed=config.scheduler.seed, progress=progress)
         self._weight_bytes = 0
+        self.standby = standby = ModelStandby(files, model_config, config, is_random=load_format == "dummy")
 
-        def load_counted(*what: Any) -> BaseModel:
-            model = load(*what)
+        def load_counted(files: ModelFiles, model_config: ModelConfig, builder: LayerBuilder) -> BaseModel:
+            model = load(files, model_config, builder, standby)
             self._weight_bytes += tensor_bytes(model)
             return model
 
@@ -108,7 +111,8 @@ class SingleExecutor:
 
                 begin_early()  # continues while the weights are loaded
                 adopt_tuned(self._device)
-            self._worker = _make_worker(load_counted, files, draft_files or files, builder, model_config, config)
+            with standby.in_use():
+                self._worker = _make_worker(load_counted, files, draft_files or files, builder, model_config, config)
             if self._compiles:
                 self._worker.prepare(PREPARING_SECONDS)
         except BaseException:
@@ -202,6 +206,27 @@ class SingleExecutor:
             raise InvalidRequest("lora_name", "this engine has no slots for LoRA adapters", "set enable_lora")
         return self.adapters.store
 
+    # ------------------------------------------------------------------------------------------- SleepingExecutor
+    def sleep(self, level: int) -> None:
+        self.stand_by("sleep", level)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self.stand_by("wake_up", tags)
+
+    def check_weights(self, update: WeightUpdate) -> bool:
+        return bool(self.stand_by("check_weights", update))
+
+    def apply_weights(self) -> None:
+        self.stand_by("apply_weights")
+
+    def stand_by(self, method: str, *arguments: object) -> object:
+        """Call a method of the worker's ModelStandby, from any thread."""
+        if self._worker is None:
+            raise EngineDead("the executor was closed")
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        return getattr(self.standby, method)(*arguments)
+
     def check(self) -> None:
         """Run the checks of all state owners. Waits for the device."""
         if self._worker is not None:
@@ -218,12 +243,13 @@ class SingleExecutor:
 
                 last_first.callback(stop_background)
             last_first.callback(gc.unfreeze)
+            last_first.callback(self.standby.close)
             if worker is not None:
                 last_first.callback(worker.tiers.close)
 
 
 def _make_worker(
-    load: Load,
+    load: Callable[[ModelFiles, ModelConfig, LayerBuilder], BaseModel],
     files: ModelFiles,
     draft_files: ModelFiles,
     builder: LayerBuilder,
@@ -241,7 +267,9 @@ def _make_worker(
     return worker
 
 
-def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progress: Progress | None) -> BaseModel:
+def _load(
+    files: ModelFiles, config: ModelConfig, builder: LayerBuilder, standby: ModelStandby, progress: Progress | None
+) -> BaseModel:
     """Return the model with the weights of its files. The files are checked against the config before anything is
     allocated."""
     checkpoint = open_checkpoint(files)
@@ -249,7 +277,8 @@ def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progres
         model = build_model(config, builder)
         if config.vision is None and checkpoint.config.vision is not None:  # no request may have images
             model.elsewhere |= describe_weights(checkpoint.config).keys() - describe_weights(config).keys()
-        load_weights(model, checkpoint, progress=progress)
+        with standby.loading(model):
+            load_weights(model, checkpoint, progress=progress)
     finally:
         checkpoint.close()
     return model
@@ -259,10 +288,12 @@ def _load_random(
     files: ModelFiles,  # noqa: ARG001 - part of the signature of Load
     config: ModelConfig,
     builder: LayerBuilder,
+    standby: ModelStandby,
     seed: int,
     progress: Progress | None,
 ) -> BaseModel:
     """Return the model with random weights."""
     model = build_model(config, builder)
-    randomize_weights(model, seed, TORCH_DTYPES[config.dtype], progress=progress)
+    with standby.loading(model):
+        randomize_weights(model, seed, TORCH_DTYPES[config.dtype], progress=progress)
     return model

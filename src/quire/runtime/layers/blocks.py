@@ -69,6 +69,10 @@ class Blocks(nn.ModuleList):
         self._programs.clear()
         self._row_programs = None
 
+    def forget_programs(self) -> None:
+        """Trace the programs for the CPU kernels again when they are needed, because weights have changed."""
+        self._programs.clear()
+
     def run_rows_by(self, kernel: RowKernel) -> None:
         """Run steps of one row by this kernel from now on, if it supports them."""
         self._row_programs = RowPrograms(kernel, len(self._own), self._width)

@@ -38,10 +38,10 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
     """
     layers = list(weight_layers(model))
     elsewhere = model.elsewhere if isinstance(model, BaseModel) else frozenset()
-    _check_names(checkpoint, {name for _, parts in layers for name in parts}, elsewhere)
+    check_names(checkpoint, {name for _, parts in layers for name in parts}, elsewhere)
     for layer, parts in layers:
         for name, part in parts.items():
-            _check_shape(checkpoint, name, layer.part_shape(part))
+            check_shape(checkpoint, name, layer.part_shape(part))
     total, done, expanded = sum(len(parts) for _, parts in layers), 0, 0
     for layer, parts in layers:
         with threads_for(sum(math.prod(layer.part_shape(part)) for part in parts.values())):
@@ -79,7 +79,8 @@ def randomize_weights(
             progress("making random weights", number + 1, len(layers))
 
 
-def _check_names(checkpoint: Checkpoint, wanted: set[str], elsewhere: frozenset[str]) -> None:
+def check_names(checkpoint: Checkpoint, wanted: set[str], elsewhere: frozenset[str]) -> None:
+    """Refuse a checkpoint that lacks a tensor, or has one that neither this rank (`wanted`) nor others hold."""
     if missing := sorted((wanted | elsewhere) - checkpoint.names):
         raise ModelLoadError(
             checkpoint.file,
@@ -115,7 +116,8 @@ def _check_tied(checkpoint: Checkpoint) -> None:
     )
 
 
-def _check_shape(checkpoint: Checkpoint, name: str, wanted: tuple[int, ...]) -> None:
+def check_shape(checkpoint: Checkpoint, name: str, wanted: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape."""
     found = tuple(checkpoint.shape(name))
     if found != wanted:
         raise ModelLoadError(

@@ -11,11 +11,12 @@ from dataclasses import replace
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
 from quire.runtime.layers.layer_norm import LayerNormKind
+from quire.runtime.layers.qkv_changes import ChangedAttention
 from quire.runtime.models import gguf_config
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.decoder_block import DecoderBlock
 from quire.runtime.models.family import Family, GgufFamily
-from quire.runtime.models.hf_config import read_decoder, read_window, read_windows, refuse_set
+from quire.runtime.models.hf_config import read_decoder, read_window, read_windows
 from quire.runtime.models.hf_rope import read_rope
 
 NORM = LayerNormKind(has_bias=False)
@@ -24,6 +25,7 @@ _SCALE = "logit_scale"
 
 class CohereBlock(DecoderBlock):
     layer_norms = NORM
+    attention = ChangedAttention  # heads of Command R+ have layer norms
 
 
 class Cohere(Decoder):
@@ -32,8 +34,7 @@ class Cohere(Decoder):
 
 
 def read_cohere(config: Fields) -> ModelConfig:
-    refuse_set(config, "use_qk_norm", usual=False)
-    return _read(config, "cohere")
+    return replace(_read(config, "cohere"), head_layer_norms=config.flag("use_qk_norm", False))
 
 
 def read_cohere2(config: Fields) -> ModelConfig:
@@ -60,7 +61,10 @@ def _read(config: Fields, name: str) -> ModelConfig:
 
 def gguf_cohere(fields: Fields, config: ModelConfig) -> ModelConfig:
     scale = gguf_config.decimal(fields.number(_SCALE, 0.0625))
-    return replace(config, rope=replace(config.rope, in_pairs=True), logit_scale=scale, parallel_residual=True)
+    return replace(
+        config, rope=replace(config.rope, in_pairs=True), logit_scale=scale, parallel_residual=True, qk_norm=False,
+        head_layer_norms=config.qk_norm,
+    )  # fmt: skip
 
 
 def gguf_cohere2(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -69,7 +73,10 @@ def gguf_cohere2(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 COHERE = Family(
-    name="cohere", build=Cohere, read=read_cohere, gguf=GgufFamily(settings=frozenset({_SCALE}), read=gguf_cohere)
+    name="cohere",
+    build=Cohere,
+    read=read_cohere,
+    gguf=GgufFamily(settings=frozenset({_SCALE}), read=gguf_cohere, qk_norm=None),
 )
 COHERE2 = Family(
     name="cohere2", build=Cohere, read=read_cohere2,

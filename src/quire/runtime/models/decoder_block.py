@@ -8,7 +8,6 @@ from quire.config.model import ModelConfig
 from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import GATED, LayerBuilder
 from quire.runtime.layers.layer_norm import LayerNorm, LayerNormKind
-from quire.runtime.layers.mlp import MLP, GatedMLP
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
@@ -43,7 +42,7 @@ class DecoderBlock(nn.Module):
             self.post_attention_layernorm = stream_norm(build, "post_attention_layernorm", config, *norms)
         self.mlp = self.make_mlp(config, build)
 
-    def make_mlp(self, config: ModelConfig, build: LayerBuilder) -> GatedMLP | MLP:
+    def make_mlp(self, config: ModelConfig, build: LayerBuilder) -> nn.Module:
         inner, bias, names = config.intermediate_size, config.mlp_bias, self.mlp_names
         return build.gated_mlp(config.hidden_size, inner, config.activation, bias=bias, names=names)
 

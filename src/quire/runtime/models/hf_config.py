@@ -13,7 +13,7 @@ from quire.runtime.models.hf_rope import read_rope
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"  # values of `layer_types`
 _OLD_KINDS = {"mamba": LINEAR, "attention": FULL}  # old values of `layer_types`
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 GATED = ("silu", "gelu", "gelu_tanh")  # activations of gated MLPs
 PLAIN = (*GATED, "relu", "relu2")  # activations of plain MLPs
 MOST_EXPERTS = 1_024
@@ -26,6 +26,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 

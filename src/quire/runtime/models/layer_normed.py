@@ -13,12 +13,14 @@ from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.layer_norm import USUAL_LAYER_NORM, LayerNormKind
 from quire.runtime.layers.mlp import MLP
+from quire.runtime.layers.qkv_changes import ChangedAttention
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.decoder_block import DecoderBlock
 from quire.runtime.models.family import GGUF_OUTER, Family, GgufFamily
-from quire.runtime.models.hf_config import PLAIN, read_activation, read_decoder, read_heads, refuse_set, refuse_windows
+from quire.runtime.models.hf_config import PLAIN, read_activation, read_decoder, read_heads, refuse_windows
 from quire.runtime.models.hf_rope import read_rope
 
+_LIMIT = "attention.clamp_kqv"
 WEIGHTLESS, NEMOTRON_NORM = LayerNormKind(has_weight=False, has_bias=False), LayerNormKind(offset=1.0)
 
 
@@ -44,6 +46,7 @@ class Nemotron(Decoder):
 
 class OlmoBlock(DecoderBlock):
     layer_norms = WEIGHTLESS
+    attention = ChangedAttention  # OLMo 1.7 limits queries, keys and values
 
 
 class Olmo(Decoder):
@@ -51,8 +54,13 @@ class Olmo(Decoder):
     layer_norms = WEIGHTLESS
 
 
+class StableLmAttention(ChangedAttention):
+    head_names = ("q_layernorm.norms", "k_layernorm.norms")  # of the 12B
+
+
 class StableLmBlock(DecoderBlock):
     layer_norms = USUAL_LAYER_NORM
+    attention = StableLmAttention
 
 
 class StableLm(Decoder):
@@ -81,20 +89,20 @@ def read_nemotron(config: Fields) -> ModelConfig:
 
 def read_olmo(config: Fields) -> ModelConfig:
     refuse_windows(config)
-    if config.raw("clip_qkv") is not None:
-        raise config.refuse("clip_qkv", "limits on queries, keys and values are not supported")
-    bias = config.flag("attention_bias", False)
-    return read_decoder(config, "olmo", 2_048, qkv_bias=bias, o_bias=bias, norm_eps=1e-5)
+    bias, limit = config.flag("attention_bias", False), config.optional_number("clip_qkv")
+    if limit is not None and limit <= 0:
+        raise config.refuse("clip_qkv", f"must be above 0, is {limit}")
+    return read_decoder(config, "olmo", 2_048, qkv_bias=bias, o_bias=bias, norm_eps=1e-5, qkv_limit=limit)
 
 
 def read_stablelm(config: Fields) -> ModelConfig:
     refuse_windows(config)
-    refuse_set(config, "qk_layernorm", usual=False)
     length, heads = _length(config), read_heads(config, 32)
     return read_decoder(
         config, "stablelm", 4_096, heads=heads, rope=read_rope(config, length, head_dim=heads.dim, share=0.25),
         qkv_bias=config.flag("use_qkv_bias", False), norm_eps=config.number("layer_norm_eps", 1e-5),
         parallel_residual=config.flag("use_parallel_residual", False),
+        head_layer_norms=config.flag("qk_layernorm", False),
     )  # fmt: skip
 
 
@@ -107,6 +115,10 @@ def gguf_squared(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: A
     return replace(config, activation="relu2")
 
 
+def gguf_olmo(fields: Fields, config: ModelConfig) -> ModelConfig:
+    return replace(config, qkv_limit=fields.optional_number(_LIMIT) or None)
+
+
 def gguf_stablelm(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(config, parallel_residual=fields.flag("use_parallel_residual", False))
 
@@ -117,7 +129,10 @@ NEMOTRON = Family(
     name="nemotron", build=Nemotron, read=read_nemotron,
     gguf=GgufFamily(outer=_OUTER, norm_offset=1.0, read=gguf_squared),
 )  # fmt: skip
-OLMO = Family(name="olmo", build=Olmo, read=read_olmo, gguf=GgufFamily(has_pairs=True))
+OLMO = Family(
+    name="olmo", build=Olmo, read=read_olmo,
+    gguf=GgufFamily(has_pairs=True, settings=frozenset({_LIMIT}), read=gguf_olmo),
+)  # fmt: skip
 STABLELM = Family(
     name="stablelm", build=StableLm, read=read_stablelm,
     gguf=GgufFamily(outer=_OUTER, settings=frozenset({"use_parallel_residual"}), read=gguf_stablelm),

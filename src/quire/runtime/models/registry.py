@@ -86,6 +86,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
     "smollm3": Entry("plain", "SMOLLM3", ("SmolLM3ForCausalLM",), in_gguf=True),
     "helium": Entry("plain", "HELIUM", ("HeliumForCausalLM",)),
+    "apertus": Entry("apertus", "APERTUS", ("ApertusForCausalLM",)),
     "arcee": Entry("layer_normed", "ARCEE", ("ArceeForCausalLM",), in_gguf=True),
     "nemotron": Entry("layer_normed", "NEMOTRON", ("NemotronForCausalLM",), in_gguf=True),
     "stablelm": Entry("layer_normed", "STABLELM", ("StableLmForCausalLM",), in_gguf=True),

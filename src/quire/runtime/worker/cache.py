@@ -17,6 +17,7 @@ from quire.config.kv_cache import KVLayout, Place, head_bytes
 from quire.config.model import Heads
 from quire.kernels.reference.cache_quantize import INT4, SCALED
 from quire.runtime.attention.backend import LayerCache, indexable, layer_cache
+from quire.runtime.standby.memory import hold
 from quire.types.step import BlockCopy
 
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -142,7 +143,8 @@ def _states(memory: Tensor, config: CacheConfig, layout: KVLayout) -> tuple[Tens
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        with hold("kv_cache"):
+            return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _advise_huge_pages(memory, num_bytes // (shape[0] * shape[1]))

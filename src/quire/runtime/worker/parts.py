@@ -19,6 +19,7 @@ from quire.runtime.models.build import Model
 from quire.runtime.parallel.group import RankGroup
 from quire.runtime.parallel.ranks import Ranks
 from quire.runtime.parallel.vocabulary import Vocabulary
+from quire.runtime.standby.memory import add_cache
 from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.batch import BatchBuilder, tables_of
 from quire.runtime.worker.cache import KVCache
@@ -87,7 +88,9 @@ def make_parts(
         num_windows,
         config.cache.num_blocks,
     )
-    cache = cache or _make_cache(backend, model_config, config, row_shape)
+    if cache is None:
+        cache = _make_cache(backend, model_config, config, row_shape)
+        add_cache(cache.blocks)
     if backend.kernels == "triton":
         return _device_parts(
             model, backend, sampler, row_shape, cache, model_config, config, ranks, vocabulary, adapters

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.config.facts import cuda_index
-from quire.types.errors import ConfigError, QuireError
+from quire.runtime.cuda_driver import CudaDriver
+from quire.types.errors import ConfigError
 
 
 class CudaPages:
@@ -29,7 +29,7 @@ class CudaPages:
 
     @classmethod
     def make(cls, num_blocks: int, block_bytes: int, num_places: int, device: torch.device) -> CudaPages:
-        driver = _Driver(cuda_index(str(device)))
+        driver = CudaDriver(cuda_index(str(device)), "kv_layout")
         if block_bytes % driver.page_bytes:
             reason = f"a block of {block_bytes:,} bytes is not a multiple of the page size, {driver.page_bytes:,}"
             raise ConfigError("block_size", reason, 'use a larger power of two, or kv_layout="paged"')
@@ -47,59 +47,10 @@ class CudaPages:
         self._range.unmap(place, count)
 
 
-class _Driver:
-    """The virtual memory calls of the driver for one device. Raises QuireError if a call fails."""
-
-    def __init__(self, index: int) -> None:
-        driver: Any = import_module("cuda.bindings.driver")
-        self._calls = driver
-        self._kind = driver.CUmemAllocationProp()
-        self._kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        self._kind.location.id = index
-        self._access = driver.CUmemAccessDesc()
-        self._access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        self._access.location.id = index
-        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.page_bytes = int(self._call("cuMemGetAllocationGranularity", self._kind, least))
-
-    def create(self, num_bytes: int) -> Any:
-        return self._call("cuMemCreate", num_bytes, self._kind, 0)
-
-    def release(self, handle: Any) -> None:
-        self._call("cuMemRelease", handle)
-
-    def reserve(self, num_bytes: int) -> int:
-        return int(self._call("cuMemAddressReserve", num_bytes, self.page_bytes, 0, 0))
-
-    def free(self, address: int, num_bytes: int) -> None:
-        self._call("cuMemAddressFree", address, num_bytes)
-
-    def map(self, address: int, num_bytes: int, handle: Any) -> None:
-        self._call("cuMemMap", address, num_bytes, 0, handle, 0)
-
-    def open(self, address: int, num_bytes: int) -> None:
-        """Give the device read and write access to the mappings in this range."""
-        self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
-
-    def unmap(self, address: int, num_bytes: int) -> None:
-        self._call("cuMemUnmap", address, num_bytes)
-
-    def synchronize(self) -> None:
-        self._call("cuCtxSynchronize")
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        error, *found = getattr(self._calls, name)(*arguments)
-        if error != self._calls.CUresult.CUDA_SUCCESS:
-            raise QuireError(f"kv_layout: {name}: {error.name}")
-        return found[0] if found else None
-
-
 class _Handles:
     """Physical memory, with one handle per block: the driver maps a handle only from its beginning."""
 
-    def __init__(self, driver: _Driver, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, driver: CudaDriver, num_blocks: int, block_bytes: int) -> None:
         self.driver = driver
         self.numbers: list[Any] = []
         weakref.finalize(self, _release, driver, self.numbers).atexit = False
@@ -110,7 +61,7 @@ class _Handles:
 class _Range:
     """A reserved address range, divided into places and freed when the last tensor over it is gone."""
 
-    def __init__(self, driver: _Driver, num_places: int, place_bytes: int) -> None:
+    def __init__(self, driver: CudaDriver, num_places: int, place_bytes: int) -> None:
         self._driver, self._place_bytes, self._size = driver, place_bytes, num_places * place_bytes
         self._address = driver.reserve(self._size)
         self._mapped: set[int] = set()
@@ -135,12 +86,12 @@ class _Range:
             self._mapped.discard(each)
 
 
-def _release(driver: _Driver, handles: list[Any]) -> None:
+def _release(driver: CudaDriver, handles: list[Any]) -> None:
     for handle in handles:
         driver.release(handle)
 
 
-def _give_back(driver: _Driver, address: int, size: int, place_bytes: int, mapped: set[int]) -> None:
+def _give_back(driver: CudaDriver, address: int, size: int, place_bytes: int, mapped: set[int]) -> None:
     """Wait for the device, which may still be reading, then unmap and free the range."""
     driver.synchronize()
     for place in mapped:

@@ -121,6 +121,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--record-limit": (str, "largest size of the file of --record (1GiB)"),
 }
 ENGINE_SWITCHES = {
+    "--enable-sleep-mode": "let a GPU engine give its memory back while it sleeps (CPU engines always can)",
     "--enforce-eager": "do not capture steps as CUDA graphs: slower, for debugging",
     "--enable-expert-parallel": "give each rank of --tensor-parallel-size whole experts, not a part of every expert",
 }

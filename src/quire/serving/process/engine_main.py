@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 
-from quire.runtime.torch_import import defer_meta_kernels, open_libraries
+from quire.runtime.torch_import import defer_modules, open_libraries
 from quire.serving.process.spawning import die_with_parent
 
 
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
     gc.disable()  # while loading: imported objects stay, and scanning them again and again is slow
     open_libraries()
     die_with_parent()  # before the imports, which take seconds
-    defer_meta_kernels()
+    defer_modules()
     from quire.serving.process.engine_process import import_ahead, load_engine, run_engine
 
     return run_engine(arguments, load_engine, import_ahead)

@@ -373,7 +373,7 @@ class OneStep:
 def test_a_rank_that_does_not_answer_a_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked_module, "_CALL_SECONDS", 0.05)
     executor = RankedExecutor(RankJob(FILES, MODEL, config_of(tensor=2), "dummy"), ThreadLauncher())
-    late = "did not answer within 0.05 s to a call to load or unload an adapter"
+    late = "did not answer within 0.05 s to a call about adapters, sleep or weights"
     said = rf"^rank 0 of 2 \(stage 0, shard 0, a thread\) {late}$"
     with pytest.raises(EngineDead, match=said):
         executor.read_adapter("mine", "/nowhere")

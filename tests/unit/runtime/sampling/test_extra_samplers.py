@@ -15,6 +15,7 @@ from transformers import NoRepeatNGramLogitsProcessor, TypicalLogitsWarper
 from quire.runtime.sampling.rng import Streams
 from quire.runtime.sampling.transforms import repeats
 from quire.runtime.sampling.transforms.filters import DynamicTemperature, TopA, TopNSigma, TypicalP, Xtc
+from quire.runtime.sampling.transforms.host_repeats import repetitions
 from quire.runtime.sampling.transforms.repeats import Dry, NoRepeatNgram
 from quire.runtime.sampling.transforms.transform import Transform
 from quire.types.errors import InvalidRequest
@@ -90,8 +91,11 @@ def logits_of(rng: random.Random, rows: int) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_sampler_does_to_every_row_what_its_definition_does(name: str) -> None:
+@pytest.mark.parametrize(("name", "on_host"), [*((name, True) for name in CASES), ("dry", False), ("ngram", False)])
+def test_a_sampler_does_to_every_row_what_its_definition_does(
+    name: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeats, "is_on_host", lambda _: on_host)
     make, definition, choices = CASES[name]
     rng = random.Random(name)
     for _ in range(60):
@@ -121,8 +125,10 @@ def test_long_contexts_are_searched_in_parts_of_bounded_size(monkeypatch: pytest
     ]
     logits = logits_of(rng, ROWS)
     whole = transform_rows(Dry(ROWS, VOCAB, CPU), logits, news)
-    monkeypatch.setattr(repeats, "AT_ONCE", 50)
-    assert torch.equal(transform_rows(Dry(ROWS, VOCAB, CPU), logits, news), whole)
+    monkeypatch.setattr(repeats, "is_on_host", lambda _: False)
+    torch.testing.assert_close(transform_rows(Dry(ROWS, VOCAB, CPU), logits, news), whole)
+    monkeypatch.setattr(repeats, "_AT_ONCE", 50)
+    torch.testing.assert_close(transform_rows(Dry(ROWS, VOCAB, CPU), logits, news), whole)
 
 
 def test_both_ways_to_find_repetitions_find_the_same() -> None:
@@ -131,9 +137,13 @@ def test_both_ways_to_find_repetitions_find_the_same() -> None:
         tokens = torch.randint(-2, 2, (5, width), generator=generator)
         tokens[0] = 1
         for most in {1, min(2, width - 1), width - 1}:
-            by_steps = repeats.repeated_by_steps(tokens, most)
-            assert torch.equal(by_steps, repeats.repeated_at_once(tokens, most))
-            assert by_steps[0].tolist() == [min(place + 1, most) for place in range(width - 1)]
+            found = repeats.repeated(tokens, most)
+            assert found[0].tolist() == [min(place + 1, most) for place in range(width - 1)]
+            for line, lengths in zip(tokens, found, strict=True):
+                by_places = torch.zeros(width - 1, dtype=torch.long)
+                for length, places in repetitions(line.int().numpy(), most, breakers=(-1, -2)):
+                    by_places[places] = length
+                assert torch.equal(by_places, lengths)
 
 
 def test_no_repeat_ngram_size_bans_nothing_where_no_other_token_is_left() -> None:

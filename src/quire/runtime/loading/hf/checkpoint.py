@@ -17,7 +17,7 @@ from quire.runtime.loading.hf.directory import INDEX, weight_files
 from quire.runtime.loading.hf.names import part_names
 from quire.runtime.loading.hf.quantized.layers import QuantizedLayer, find_cache_scales, find_quantized
 from quire.runtime.loading.hf.quantized.method import DTYPES, BadTensors
-from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
+from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor, TensorFile
 from quire.runtime.loading.pieces import Piece, pieces_of
 from quire.runtime.loading.values import UsedPart, refuse_blank, refuse_non_finite, whole_tensor
 from quire.runtime.models.build import describe_weights
@@ -46,13 +46,15 @@ class HfCheckpoint:
     MTP head.
     """
 
-    def __init__(self, directory: Path, *, is_head: bool = False) -> None:
-        self.file = str(directory)
+    def __init__(self, directory: Path, given: TensorFile | None = None, *, is_head: bool = False) -> None:
+        """`given`: read only its tensors, and only the config of the directory. They may be some of the model's."""
+        self.file = str(directory) if given is None else given.name
         self.config: ModelConfig = hf_model_config(directory, is_head=is_head)
         self._method = hf_method(directory)
-        self._files: list[SafetensorsFile] = []
+        self._files: list[TensorFile] = []
+        self._is_partial = given is not None
         try:
-            self._owners = self._open(directory)
+            self._owners = self._open(directory) if given is None else self._take(given)
             self._names = part_names(self.config, self._owners)
             layers = self._find_layers()
             self._quantized = self._find_quantized(layers)
@@ -60,7 +62,8 @@ class HfCheckpoint:
             self._pieces = self._find_pieces(taken | self._find_cache_scales())
             self._drop_zero_biases()
             self.names = frozenset(self._pieces) | frozenset(self._quantized)
-            check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
+            if not self._is_partial:
+                check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
         except ModelLoadError:
             self.close()
             raise
@@ -148,7 +151,7 @@ class HfCheckpoint:
         if self._method is None:
             return []
         layers = find_quantized(self._owners, self._method)
-        if not layers:
+        if not layers and not self._is_partial:
             reason = f"is {self._method.name}, but no matrix of the files is stored in that format"
             raise ModelLoadError(self.file, reason, tensor="quantization_config", fix="remove it from config.json")
         return layers
@@ -221,9 +224,13 @@ class HfCheckpoint:
     def _stored(self, name: str) -> StoredTensor:
         return self._owners[name].tensors[name]
 
-    def _open(self, directory: Path) -> dict[str, SafetensorsFile]:
+    def _take(self, given: TensorFile) -> dict[str, TensorFile]:
+        self._files.append(given)
+        return dict.fromkeys(given.tensors, given)
+
+    def _open(self, directory: Path) -> dict[str, TensorFile]:
         paths, index = weight_files(directory)
-        owners: dict[str, SafetensorsFile] = {}
+        owners: dict[str, TensorFile] = {}
         for path in paths:
             file = SafetensorsFile(path)
             self._files.append(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from quire.runtime.loading.hf.json_file import parse_json
 from quire.runtime.loading.mapping import Bytes, HeldFile, MappedFile
@@ -29,6 +30,18 @@ class StoredTensor:
     offset: int
     nbytes: int
     content: bytes = b""
+
+
+class TensorFile(Protocol):
+    """Stored tensors by name, and their bytes."""
+
+    name: str
+    tensors: dict[str, StoredTensor]
+
+    def raw(self, name: str) -> Bytes:
+        """Return the stored bytes of a tensor."""
+
+    def close(self) -> None: ...
 
 
 class SafetensorsFile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from quire.runtime.sampling.transforms.transform import Step
 from quire.types.extra_samplers import ExtraSamplers
 from quire.types.step import NewRow
 
+_INTERVALS_PER_UNIT, _MOST_INTERVALS = 256, 4_095  # of distances
 _XTC_STREAM = 0x5854_4300  # distinguishes XTC's random numbers from those that draw tokens
 
 
@@ -69,6 +71,32 @@ class TopA:
         _drop(logits, part, mine, logprobs < cut)
 
 
+def _surprise(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of tokens, float64, and how far their surprise is from the entropy: infinitely for
+    banned ones."""
+    logprobs = logits.double().log_softmax(dim=-1)
+    probabilities = logprobs.exp()
+    entropy = -torch.where(probabilities > 0, probabilities * logprobs, 0.0).sum(dim=-1, keepdim=True)
+    return probabilities, (-logprobs - entropy).abs()
+
+
+def keep_typical(logits: Tensor, mass: float) -> None:  # [vocab]
+    """Do to one row on a CPU what TypicalP says. Tokens are sorted only within the interval of distances in which the
+    mass is reached."""
+    probabilities, distance = (each.numpy() for each in _surprise(logits))
+    near = np.fmin(distance * _INTERVALS_PER_UNIT, _MOST_INTERVALS).astype(np.int64)
+    reached = np.bincount(near, weights=probabilities).cumsum()
+    interval = int(np.searchsorted(reached, mass))
+    if interval == len(reached):
+        return
+    inside = np.flatnonzero(near == interval)
+    inside = inside[np.argsort(distance[inside], kind="stable")]
+    before = reached[interval - 1] if interval else 0.0
+    last = int(np.searchsorted(before + probabilities[inside].cumsum(), mass))
+    cut = distance[inside[min(last, len(inside) - 1)]]
+    logits.masked_fill_(torch.from_numpy(distance > cut), float("-inf"))
+
+
 class TypicalP:
     """Locally typical sampling: keeps the tokens whose surprise (-log p) is nearest to the row's entropy, as few as
     have this probability together, and drops the rest. Of equally near tokens none is dropped before another."""
@@ -83,11 +111,12 @@ class TypicalP:
             self._mass.put(self.members.join(new.row), [extra.typical_p])
 
     def apply(self, logits: Tensor, part: Part, _step: Step) -> None:
+        if logits.device.type == "cpu":
+            for sample, mass in zip(part.host_positions.tolist(), self._mass.scalars(part.slots).tolist(), strict=True):
+                keep_typical(logits[sample], mass)
+            return
         mine = part.take(logits)
-        logprobs = mine.double().log_softmax(dim=-1)
-        probabilities = logprobs.exp()
-        entropy = -torch.where(probabilities > 0, probabilities * logprobs, 0.0).sum(dim=-1, keepdim=True)
-        distance = (-logprobs - entropy).abs()  # infinite for banned tokens
+        probabilities, distance = _surprise(mine)
         ordered, ids = distance.sort(dim=-1, stable=True)
         reached = probabilities.gather(1, ids).cumsum(dim=-1)
         last = (reached < self._mass.scalars(part.slots)[:, None]).sum(dim=-1, keepdim=True)

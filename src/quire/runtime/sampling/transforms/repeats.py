@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from quire.runtime.sampling.column import Column
 from quire.runtime.sampling.samples import Longs, Members, Part
 from quire.runtime.sampling.transforms.history_tokens import AT_ONCE
+from quire.runtime.sampling.transforms.host_repeats import repetitions
 from quire.runtime.sampling.transforms.transform import Step
 from quire.runtime.transfer import to_device
 from quire.types.extra_samplers import MAX_DRY_LENGTH
@@ -19,6 +22,7 @@ from quire.types.step import NewRow
 
 _MISSING, _BREAKER = -1, -2  # in place of token ids
 _MOST_GROWTH = 64  # tokens of a repetition that add to the penalty
+Numbers = npt.NDArray[np.float32]
 _AT_ONCE = AT_ONCE // 8  # each place is compared with up to 128 tokens, a byte for each in several tensors
 
 
@@ -49,35 +53,25 @@ def _windows(part: Part, step: Step, counts: Longs) -> Iterator[_Window]:
 
 
 def repeated(tokens: Tensor, most: int) -> Tensor:  # [G, W] -> [G, W - 1]
-    """Return for every place but the last how many tokens up to it equal the last tokens, at most `most`.
-
-    Negative tokens equal none.
-    """
+    """Return for every place but the last how many tokens up to it equal the last tokens, at most `most`, by a fixed
+    number of operations, which do not wait for the device. Negative tokens equal none."""
     most = min(most, tokens.shape[1] - 1)
-    return repeated_by_steps(tokens, most) if tokens.device.type == "cpu" else repeated_at_once(tokens, most)
-
-
-def repeated_by_steps(tokens: Tensor, most: int) -> Tensor:
-    """`repeated`, a token at a time, as far as the longest repetition: nearly always a few tokens."""
-    width = tokens.shape[1]
-    equal = (tokens[:, :-1] == tokens[:, -1:]) & (tokens[:, -1:] >= 0)
-    counts = equal.long()
-    for back in range(1, most):
-        if not bool(equal.any()):
-            break
-        last = tokens[:, width - 1 - back, None]
-        equal[:, back:] &= (tokens[:, : width - 1 - back] == last) & (last >= 0)
-        equal[:, :back] = False
-        counts += equal
-    return counts
-
-
-def repeated_at_once(tokens: Tensor, most: int) -> Tensor:
-    """`repeated` by a fixed number of operations, which do not wait for the device."""
     ends = F.pad(tokens[:, :-1], (most - 1, 0), value=_MISSING).unfold(1, most, 1)  # [G, W - 1, most]
     last = tokens[:, None, -most:]
     differs = F.pad((ends != last) | (last < 0), (1, 0), value=True)
     return differs.flip(-1).to(torch.int8).argmax(dim=-1)  # the first difference, from the right
+
+
+def is_on_host(logits: Tensor) -> bool:
+    """Whether rows are searched one by one on the host, which skips the places that do not match."""
+    return logits.device.type == "cpu"
+
+
+def _known_tokens(step: Step, sample: int, count: int) -> npt.NDArray[np.int32]:
+    """Return the last `count` tokens that a sample knows, without copying them."""
+    length = int(step.samples.lengths[sample])
+    found: npt.NDArray[np.int32] = step.history.tokens.numpy()[step.samples.rows[sample], length - count : length]
+    return found
 
 
 class Dry:
@@ -94,6 +88,8 @@ class Dry:
         self._allowed = Column(torch.int64, device, pad=1)
         self._breakers = Column(torch.int64, device, pad=vocab_size)
         self._last: dict[int, tuple[int, int]] = {}  # by slot: tokens to search, and allowed_length, on the host
+        self._on_host: dict[int, tuple[frozenset[int], Numbers]] = {}  # by slot: breakers, and penalties by growth
+        self._scratch: Numbers = np.zeros(0, dtype=np.float32)  # [vocab]
 
     def add(self, new: NewRow) -> None:
         extra = new.sampling.samplers
@@ -105,6 +101,8 @@ class Dry:
         breakers = [token for token in new.rules.dry_breakers if token < self._vocab_size]
         self._breakers.put(slot, breakers or [self._vocab_size])
         self._last[slot] = (extra.dry_penalty_last_n, extra.dry_allowed_length)
+        growth = torch.tensor(extra.dry_base) ** torch.arange(_MOST_GROWTH + 1)
+        self._on_host[slot] = frozenset(breakers), (torch.tensor(extra.dry_multiplier) * growth).numpy()
 
     def apply(self, logits: Tensor, part: Part, step: Step) -> None:
         slots = [self.members.slot(int(row)) for row in step.samples.rows[part.host_positions]]
@@ -112,9 +110,28 @@ class Dry:
         for place, slot in enumerate(slots):
             if self._last[slot][0] >= 0:
                 counts[place] = min(counts[place], self._last[slot][0])
+        if is_on_host(logits):
+            for sample, slot, count in zip(part.host_positions.tolist(), slots, counts.tolist(), strict=True):
+                self._penalize_row(logits[sample].numpy(), _known_tokens(step, sample, count), slot)
+            return
         most = min(MAX_DRY_LENGTH, max(self._last[slot][1] for slot in slots)) + _MOST_GROWTH
         for window in _windows(part, step, counts):
             self._penalize(logits, part, window, most)
+
+    def _penalize_row(self, logits: Numbers, tokens: npt.NDArray[np.int32], slot: int) -> None:
+        """Subtract the penalties of one sample from its logits [vocab]."""
+        (breakers, penalties), (_, allowed) = self._on_host[slot], self._last[slot]
+        ids: npt.NDArray[np.int32] | None = None  # of all tokens with a penalty
+        for length, places in repetitions(tokens, allowed + _MOST_GROWTH, breakers):
+            if length < allowed:
+                continue
+            if ids is None:
+                ids = tokens[places + 1]
+                if len(self._scratch) < len(logits):
+                    self._scratch = np.zeros(len(logits), dtype=np.float32)
+            self._scratch[tokens[places + 1]] = penalties[length - allowed]  # longer ones overwrite shorter ones
+        if ids is not None:
+            logits[ids] = logits[ids] - self._scratch[ids]
 
     def _penalize(self, logits: Tensor, part: Part, window: _Window, most: int) -> None:
         tokens, slots, vocab = window.tokens, part.slots[window.lines], logits.shape[1]
@@ -152,6 +169,11 @@ class NoRepeatNgram:
 
     def apply(self, logits: Tensor, part: Part, step: Step) -> None:
         rows = step.samples.rows[part.host_positions]
+        if is_on_host(logits):
+            for sample, row in zip(part.host_positions.tolist(), rows.tolist(), strict=True):
+                known = _known_tokens(step, sample, int(step.samples.lengths[sample]))
+                _ban(logits[sample].numpy(), known, self._sizes[self.members.slot(row)])
+            return
         most = max(self._sizes[self.members.slot(int(row))] for row in rows)
         for window in _windows(part, step, step.samples.lengths[part.host_positions]):
             tokens, sizes = window.tokens, self._size.scalars(part.slots[window.lines])[:, None]
@@ -164,3 +186,17 @@ class NoRepeatNgram:
             others = mine.masked_fill(bans > 0, float("-inf"))
             is_left = others.amax(dim=-1, keepdim=True) > float("-inf")
             logits.index_copy_(0, where, torch.where(is_left, others, mine))
+
+
+def _ban(logits: Numbers, tokens: npt.NDArray[np.int32], size: int) -> None:
+    """Ban the tokens that complete a repetition of `size` tokens from logits [vocab], unless no other one is left."""
+    ids = tokens if size == 1 else None
+    for length, places in repetitions(tokens, size - 1):
+        if length == size - 1:
+            ids = tokens[places + 1]
+    if ids is None:
+        return
+    before = logits[ids]
+    logits[ids] = -np.inf
+    if logits.max() == -np.inf:
+        logits[ids] = before

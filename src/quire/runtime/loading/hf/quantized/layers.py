@@ -12,7 +12,7 @@ from quire.config.model import ModelConfig, StoredLevels
 from quire.runtime.loading.hf.directory import weight_files
 from quire.runtime.loading.hf.names import part_names
 from quire.runtime.loading.hf.quantized.method import BadTensors, Layout, Method
-from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
+from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor, TensorFile
 from quire.runtime.models.build import count_copies
 from quire.runtime.quantization.levels import GROUP
 from quire.types.errors import ModelLoadError
@@ -39,7 +39,7 @@ class QuantizedLayer:
         return ModelLoadError(self.file, error.reason, tensor=f"{self.layer}.{error.word}", fix=_FIX)
 
 
-def find_quantized(owners: Mapping[str, SafetensorsFile], method: Method) -> list[QuantizedLayer]:
+def find_quantized(owners: Mapping[str, TensorFile], method: Method) -> list[QuantizedLayer]:
     """Return all quantized matrices, checked. Raises ModelLoadError for tensors that do not form a matrix."""
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, owner in owners.items():

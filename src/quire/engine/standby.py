@@ -1,0 +1,271 @@
+"""Standby: pauses the engine, lets its executor give back memory, and puts new weights into it. Commands are carried
+out one after the other, each when the requests that it ends or waits for have ended."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.config.engine import CacheConfig
+from quire.engine.decoding.grammar import Compilation
+from quire.engine.decoding.group import Group
+from quire.engine.executor import SleepingExecutor
+from quire.engine.scheduler.plan_builder import PlanBuilder
+from quire.engine.scheduler.preemption import Recompute
+from quire.types.errors import EngineDead, InvalidRequest, QuireError
+from quire.types.request import Abort
+from quire.types.standby import AWAKE, TAGS, Command, PauseMode, StandbyState, WeightUpdate, check_command
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+    from quire.engine.scheduler.scheduler import Scheduler
+
+Result = StandbyState | QuireError
+Done = Callable[[Result], None]
+
+
+class _Held:
+    """In the place of a compiled grammar: a request without one, which waits until the engine is resumed."""
+
+    is_ready = True
+
+    def matcher(self, rules: object) -> None:
+        """Return no matcher: the request has no grammar."""
+
+
+HELD: Compilation = _Held()  # type: ignore[assignment]
+
+
+class LiveRequests(NamedTuple):
+    """The core's live requests, those of them that were not handed to the scheduler, and the steps in flight."""
+
+    groups: Mapping[str, Group]
+    compiling: Sized
+    in_flight: Sized
+
+    @property
+    def num_started(self) -> int:
+        """The number of live requests, without those that wait for their grammar or for the engine to be resumed."""
+        return len(self.groups) - len(self.compiling)
+
+
+class _Order(NamedTuple):
+    """A command that waits until its requests have ended."""
+
+    command: Command
+    done: Done
+    num_ended: int
+    is_all: bool | None  # whether checked weights are all that the model has; None: not checked
+
+
+class Standby:
+    """Carries out commands about the whole engine. `begin` takes one; `advance` must be called after each step."""
+
+    def __init__(
+        self, core: EngineCore, scheduler: Scheduler, live: LiveRequests, cache: CacheConfig, *, is_recorded: bool
+    ) -> None:
+        self._has_tiers = cache.tiers.enabled
+        self._core, self._scheduler, self._live, self._is_recorded = core, scheduler, live, is_recorded
+        self._namespace = scheduler.tree.namespace
+        self._orders: deque[_Order] = deque()
+        self._keeps = False  # paused with live requests, which continue when the engine is resumed
+        self._naps = False  # asleep because it was idle; the next request wakes it up
+        self._num_updates = 0
+        self.state = AWAKE
+        self.is_active = False  # a command is under way, or the engine is not as usual: then ask the methods below
+
+    # ------------------------------------------------------------------------------------------ what the core asks
+    @property
+    def holds(self) -> bool:
+        """Whether new requests wait."""
+        return bool(self.state.is_paused or self._orders)
+
+    @property
+    def stops(self) -> bool:
+        """Whether no step may be launched."""
+        keeps = self._keeps or (bool(self._orders) and self._orders[0].command.mode == "keep")
+        return keeps or bool(self.state.asleep) or not self.state.has_weights
+
+    @property
+    def rests(self) -> bool:
+        """Whether live requests give the engine nothing to do: they wait until it is resumed."""
+        return (self.stops or self.holds) and self._is_drained("keep" if self.stops else "wait")
+
+    def admit(self) -> None:
+        """Wake up from a nap for a new request. Raises InvalidRequest if the engine takes none."""
+        if self._naps and self.state.asleep:
+            self._naps = False
+            try:
+                self._wake(TAGS)
+            except QuireError as error:
+                raise InvalidRequest("engine", f"could not wake up: {error}", "try again later") from None
+            self.is_active = bool(self._orders)
+        if (refusal := self.state.refusal) is not None:
+            raise refusal
+
+    # --------------------------------------------------------------------------------------------------- commands
+    def begin(self, command: Command, done: Done) -> None:
+        """Take a command. `done` is called with the state after it, or with the error that refuses it."""
+        core = self._core
+        try:
+            if core.dead is not None:
+                raise EngineDead(core.dead)
+            command = check_command(command)
+            self._check(command)
+            is_first = command.action == "update_weights" and not self._orders
+            is_all = self._check_weights(command) if is_first else None  # before any request is ended for it
+            ended = self._abort_all() if command.mode == "abort" and _drains(command) else 0
+        except QuireError as error:
+            done(error)
+            return
+        self._orders.append(_Order(command, done, ended, is_all))
+        self.is_active = True
+        self.advance()
+
+    def advance(self) -> None:
+        """Carry out the commands whose time has come."""
+        while self._orders:
+            order = self._orders[0]
+            if self._core.dead is None and _drains(order.command) and not self._is_drained(order.command.mode):
+                return
+            result: Result
+            try:
+                result = self._run(order)
+            except QuireError as error:
+                result = error
+            finally:
+                self._orders.popleft()
+                state = self.state
+                self.is_active = bool(self._orders or state.is_paused or state.asleep) or not state.has_weights
+            order.done(result)
+
+    def nap(self) -> None:
+        """Sleep because the engine is idle. The next request wakes it up."""
+        if self.state == replace(self.state, is_paused=False, asleep=()) and not self._orders:
+            self.begin(Command("sleep", mode="wait"), self._begin_nap)
+
+    def _begin_nap(self, result: Result) -> None:
+        self._naps = isinstance(result, StandbyState)
+
+    def _check(self, command: Command) -> None:
+        """Refuse a command that cannot be carried out, before any request is ended for it."""
+        if command.action in ("state", "resume"):
+            return
+        if self._is_recorded:
+            raise InvalidRequest("record", "is on, and a recording cannot hold this", "start the engine without it")
+        if command.action == "pause":
+            return
+        if not isinstance(self._core.executor, SleepingExecutor):
+            raise InvalidRequest("engine", "runs on an executor that cannot do this", "use another executor")
+        if command.mode == "keep" and self._has_tiers and command.action in ("sleep", "update_weights"):
+            reason = "'keep' is not supported with host, disk or remote tiers"
+            raise InvalidRequest("mode", reason, "use abort or wait, or start the engine without tiers")
+
+    def _run(self, order: _Order) -> StandbyState:
+        core, command = self._core, order.command
+        if core.dead is not None:
+            raise EngineDead(core.dead)
+        if command.action == "pause":
+            self._keeps = command.mode == "keep"
+            if command.clears_cache and not self._keeps and not self.state.asleep:
+                core.reset_cache()
+            self.state = replace(self.state, is_paused=True)
+        elif command.action == "resume":
+            self._keeps, self.state = False, replace(self.state, is_paused=False)
+        elif command.action == "sleep":
+            self._sleep(command.level)
+        elif command.action == "wake_up":
+            self._wake(command.tags)
+        elif command.action == "update_weights":
+            self._update(command, order.is_all)
+        return replace(self.state, num_ended=order.num_ended)
+
+    def _sleep(self, level: int) -> None:
+        executor, state = self._core.executor, self.state
+        assert isinstance(executor, SleepingExecutor)
+        if set(state.asleep) == set(TAGS) and level <= state.sleep_level:
+            return
+        drop_blocks(self._scheduler, with_tiers=False)
+        executor.sleep(level)
+        self._naps = False
+        has_weights = state.has_weights and level == 1
+        self.state = replace(state, sleep_level=max(level, state.sleep_level), asleep=TAGS, has_weights=has_weights)
+
+    def _wake(self, tags: tuple[str, ...]) -> None:
+        executor = self._core.executor
+        assert isinstance(executor, SleepingExecutor)
+        wanted = tuple(tag for tag in self.state.asleep if tag in tags)
+        if wanted:
+            executor.wake_up(wanted)
+            rest = tuple(tag for tag in self.state.asleep if tag not in wanted)
+            level = self.state.sleep_level if rest else 0
+            self.state, self._naps = replace(self.state, asleep=rest, sleep_level=level), False
+
+    def _check_weights(self, command: Command) -> bool:
+        executor = self._core.executor
+        assert isinstance(executor, SleepingExecutor)
+        if "weights" in self.state.asleep:
+            raise InvalidRequest("engine", "is asleep, and its weights too", 'wake them up first: tags=["weights"]')
+        is_all = executor.check_weights(command.update)
+        if not is_all and not self.state.has_weights:
+            reason = "are not all that the model has, and those of the engine were dropped"
+            raise InvalidRequest("weights", reason, "load a whole model first")
+        return is_all
+
+    def _update(self, command: Command, is_all: bool | None) -> None:
+        """Replace weights. The prefix cache is emptied, and what kept requests have computed is computed again."""
+        if is_all is None:
+            self._check_weights(command)
+        executor = self._core.executor
+        assert isinstance(executor, SleepingExecutor)
+        is_own = command.update == WeightUpdate()
+        namespace = self._namespace if is_own else self._namespace + secrets.token_bytes(16)
+        drop_blocks(self._scheduler, with_tiers=self._scheduler.tree.namespace != namespace)
+        self._scheduler.tree.namespace = namespace
+        self.state = replace(self.state, has_weights=False)
+        try:
+            executor.apply_weights()
+        except EngineDead:
+            raise
+        except Exception as error:
+            reason = f"the update failed half way: {error!r:.300}; load a whole model before the next request"
+            raise QuireError(reason) from error
+        self._num_updates += 1
+        version = command.version or ("default" if is_own else str(self._num_updates))
+        self.state = replace(self.state, has_weights=True, weight_version=version)
+
+    def _is_drained(self, mode: PauseMode) -> bool:
+        """Whether the requests that a command waits for have ended."""
+        live = self._live
+        if len(live.in_flight):
+            return False
+        return mode == "keep" or (live.num_started == 0 and not self._scheduler.tiers.has_transfers)
+
+    def _abort_all(self) -> int:
+        """Abort all live requests. Returns how many."""
+        names = list(self._live.groups)
+        for name in names:
+            self._core.abort(Abort(name))
+        return len(names)
+
+
+def _drains(command: Command) -> bool:
+    return command.action in ("pause", "sleep", "update_weights")
+
+
+def drop_blocks(scheduler: Scheduler, *, with_tiers: bool) -> None:
+    """Forget all blocks on the device, pinned ones too, and with `with_tiers` those of all tiers. Running requests wait
+    to be admitted again, and owe all their tokens. No step may be in flight."""
+    builder, usual = PlanBuilder(0), scheduler.preemption
+    scheduler.preemption = Recompute(scheduler.compute_time)
+    for group in list(scheduler.running):
+        scheduler.preempt(builder, group)
+    scheduler.preemption = usual
+    if with_tiers:
+        scheduler.reset_cache()
+    else:
+        scheduler.reuse.reset()
+        scheduler.pins.reset()
