@@ -31,6 +31,7 @@ DEPENDENCIES = {"torch", "numpy", "tokenizers", "safetensors", "jinja2"}
 # Packages an installation may lack, and the modules that may import them at their top: none of these is imported by
 # the offline engine, as the tests of light imports show.
 SERVER_MODULES = (
+    "engine.command_messages",
     "engine.messages",
     "engine.transport",
     "serving.process.control",

@@ -97,6 +97,7 @@ def test_codes_of_a_hopper_gpu_give_what_transformers_makes_of_them(
         return reference_product(*given, **options)
 
     model = packed_checkpoint(tmp_path, hidden_size=128, num_hidden_layers=1)
+    monkeypatch.setenv("QUIRE_CODED_EXPERTS", "1")
     monkeypatch.setattr(coded_experts, "runs_on", lambda _: True)
     takes = expert_products.takes_codes
     monkeypatch.setattr(expert_products, "takes_codes", lambda e, _, **options: takes(e, torch.bfloat16, **options))

@@ -12,11 +12,13 @@ from typing import Any, cast
 from quire.engine.core import EngineCore
 from quire.engine.encoder_core import EncoderCore
 from quire.engine.progress import Backlog
+from quire.serving.client import InProcessClient, run_command
 from quire.serving.process.link import EngineListener, EngineReady
 from quire.types.adapters import AdapterInfo
-from quire.types.errors import EngineDead, InvalidRequest
+from quire.types.errors import EngineDead, InvalidRequest, QuireError
 from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
+from quire.types.standby import Command, StandbyState
 from quire.types.stats import BlockMap, EngineStats
 
 Core = EngineCore | EncoderCore
@@ -79,6 +81,9 @@ class LocalLink:
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
         return cast("AdapterInfo", await self._ask(lambda core: core.adapters.unload(name)))
+
+    async def command(self, command: Command) -> StandbyState:
+        return await self._ask(lambda core: run_command(InProcessClient(core), command))
 
     def close(self) -> None:
         self._orders.put(None)
@@ -179,7 +184,7 @@ class LocalLink:
             else:
                 try:
                     answer.set_result(question(self._core))
-                except InvalidRequest as error:
+                except QuireError as error:
                     answer.set_exception(error)
 
         self._orders.put(order)

@@ -120,6 +120,20 @@ def read_lora_dir(given: object, *, enable: bool) -> str | None:
         raise ConfigError("lora_dir", f"cannot be a {type(given).__name__}", "give a folder")
     if not enable:
         raise ConfigError("lora_dir", "is a folder of LoRA adapters, and enable_lora is off", "set enable_lora")
+    return _real_folder("lora_dir", given)
+
+
+def read_weights_dir(given: object) -> str | None:
+    """Return the real path of `weights_dir`, the folder from which clients may load weights. Raises ConfigError unless
+    it is a folder."""
+    if given is None or given == "":
+        return None
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError("weights_dir", f"cannot be a {type(given).__name__}", "give a folder")
+    return _real_folder("weights_dir", given)
+
+
+def _real_folder(setting: str, given: str | os.PathLike[str]) -> str:
     if not Path(given).is_dir():
-        raise ConfigError("lora_dir", f"{os.fspath(given)!r} is no folder", "give one that is there")
+        raise ConfigError(setting, f"{os.fspath(given)!r} is no folder", "give one that is there")
     return os.path.realpath(given)

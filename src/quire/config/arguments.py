@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from quire.config.adapters import AdapterConfig, AdapterModule, read_lora_dir, read_modules, resolve_adapters
+from quire.config.adapters import (
+    AdapterConfig,
+    AdapterModule,
+    read_lora_dir,
+    read_modules,
+    read_weights_dir,
+    resolve_adapters,
+)
 from quire.config.engine import MAX_BLOCK_SIZE
 from quire.config.model import QUANTIZATIONS, STORED_METHODS, CacheDtype, CpuWeights, Dtype
 from quire.config.parallel import DEFAULT_RANK_TIMEOUT, ParallelConfig, read_parallel
@@ -97,6 +104,7 @@ class EngineArguments:
     max_lora_rank: int | None = None
     max_cpu_loras: int | None = None
     lora_experts: bool = False
+    weights_dir: str | None = None  # folder from which clients of a server may load weights
     lora_dir: str | None = None  # folder from which clients of a server may load adapters
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -156,6 +164,7 @@ class EngineSettings(TypedDict, total=False):
     max_lora_rank: int | None
     max_cpu_loras: int | None
     lora_experts: bool
+    weights_dir: str | None
     lora_dir: str | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -217,6 +226,7 @@ def read_arguments(args: EngineArguments) -> ParsedArguments:
         ),
     )
     read_lora_dir(args.lora_dir, enable=args.enable_lora)
+    read_weights_dir(args.weights_dir)
     check_tiers(parsed.tiers, parsed.preemption, policy, parsed.layout)
     speculates, has_files = parsed.speculation is not None, bool(parsed.tiers.disk_path)
     check_recording(parsed.recording, speculates=speculates, has_files=has_files)

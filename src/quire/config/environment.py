@@ -11,7 +11,8 @@ from typing import NamedTuple
 from quire.types.errors import ConfigError
 
 CACHE, OFFLINE, API_KEY, ADMIN_KEY = "QUIRE_CACHE", "QUIRE_OFFLINE", "QUIRE_API_KEY", "QUIRE_ADMIN_KEY"
-CPU_PATH, CPU_PIN, ROW_PROGRAM = "QUIRE_CPU_PATH", "QUIRE_CPU_PIN", "QUIRE_ROW_PROGRAM"
+CPU_PATH, CPU_PIN = "QUIRE_CPU_PATH", "QUIRE_CPU_PIN"
+ROW_PROGRAM, CODED_EXPERTS = "QUIRE_ROW_PROGRAM", "QUIRE_CODED_EXPERTS"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -26,6 +27,7 @@ class Environment:
     cpu_path: str | None = None  # QUIRE_CPU_PATH: the path of the CPU kernels to use instead of the best one
     cpu_pin: bool = False  # QUIRE_CPU_PIN: pin each thread of the CPU kernels to one core
     row_program: bool = True  # QUIRE_ROW_PROGRAM: run steps of one row as one GPU kernel, where supported
+    coded_experts: bool = False  # QUIRE_CODED_EXPERTS: use the Hopper kernel of experts in MXFP4, where supported
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -39,6 +41,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         cpu_path=variables.get(CPU_PATH, "").strip() or None,
         cpu_pin=_read_flag(variables, CPU_PIN),
         row_program=_read_flag(variables, ROW_PROGRAM, default=True),
+        coded_experts=_read_flag(variables, CODED_EXPERTS),
     )
 
 

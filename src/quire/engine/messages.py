@@ -1,7 +1,7 @@
 """The messages between edges and the engine process: typed msgpack, one message per frame, checked when decoded.
 
-An edge sends Submit, Abort, Ask, Unpin, LoadAdapter, UnloadAdapter and Goodbye. The engine sends TokensOut and the
-answers below. The wire forms of dataclasses in `types` are derived from their fields.
+An edge sends Submit, Abort, Ask, Unpin, LoadAdapter, UnloadAdapter, RunCommand and Goodbye. The engine sends
+TokensOut and the answers below. The wire forms of dataclasses in `types` are derived from their fields.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 import numpy as np
 
+from quire.engine.command_messages import CommandAnswer, RunCommand
 from quire.types.adapters import AdapterInfo
 from quire.types.errors import InvalidRequest, QuireError
 from quire.types.output import TokensOut
@@ -138,8 +139,10 @@ class Lost(msgspec.Struct, frozen=True, tag="lost"):
     reason: str
 
 
-ToEngine = Submit | Abort | Ask | Unpin | LoadAdapter | UnloadAdapter | Goodbye
-Answer = StatsAnswer | BlockMapAnswer | CacheReset | PinsAnswer | Unpinned | AdapterAnswer | AdaptersAnswer
+ToEngine = Submit | Abort | Ask | Unpin | LoadAdapter | UnloadAdapter | RunCommand | Goodbye
+Answer = (
+    StatsAnswer | BlockMapAnswer | CacheReset | PinsAnswer | Unpinned | AdapterAnswer | AdaptersAnswer | CommandAnswer
+)
 FromEngine = Accepted | Refused | TokensOut | Answer | Lost
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from quire.engine.adapters import AdapterTable
+from quire.engine.command_messages import RunCommand, answer_command
 from quire.engine.core import EngineCore
 from quire.engine.encoder_core import EncoderCore
 from quire.engine.messages import (
@@ -65,6 +66,7 @@ class EngineLoop:
         on_stuck: Callable[[int], None],
     ) -> None:
         self._core, self._edges, self._progress, self._on_stuck = core, edges, progress, on_stuck
+        self._standby = core.standby if isinstance(core, EngineCore) else None
         self._routes = Routes()
         self._outbox: dict[int, list[FromEngine]] = {}  # by edge
         self._gone: deque[int] = deque()  # edges that ended; filled by other threads
@@ -110,6 +112,8 @@ class EngineLoop:
                     self._give_up(out, core.dead)
                 progress.end_step(core.num_ready)
                 self._deliver(out)
+            if self._standby is not None:
+                self._standby.advance()
             self._flush()
             self.between_steps()
             if not core.has_work:
@@ -183,6 +187,8 @@ class EngineLoop:
             self._begin_load(edge, message)
         elif isinstance(message, UnloadAdapter):
             self._queue(edge, self._unload(message))
+        elif isinstance(message, RunCommand):
+            self._run_command(edge, message)
         elif isinstance(message, Goodbye):
             self._drop(edge)
 
@@ -195,6 +201,16 @@ class EngineLoop:
             return Refused(request.request_id, error.field, error.reason, error.fix)
         self._routes.add(edge, request.request_id, handle, request.sampling.n)
         return Accepted(request.request_id, handle)
+
+    def _run_command(self, edge: int, order: RunCommand) -> None:
+        """Start a command. Its answer is sent when it is done."""
+        if isinstance(self._core, EncoderCore):
+            error = InvalidRequest(
+                "engine", "is an encoder, which has no commands", "serve a model that generates text"
+            )
+            self._queue(edge, answer_command(order.number, error))
+            return
+        self._core.standby.begin(order.command(), lambda done: self._queue(edge, answer_command(order.number, done)))
 
     def _begin_load(self, edge: int, order: LoadAdapter) -> None:
         """Read a LoRA adapter in the reader thread."""

@@ -35,6 +35,12 @@ def test_the_kernel_of_one_row_is_used_unless_it_is_switched_off(value: str, use
     assert read_environment({}).row_program
 
 
+@pytest.mark.parametrize(("value", "used"), [("1", True), ("0", False), ("", False)])
+def test_the_kernel_of_coded_experts_is_used_where_it_is_asked_for(value: str, used: bool) -> None:
+    assert read_environment({"QUIRE_CODED_EXPERTS": value}).coded_experts is used
+    assert not read_environment({}).coded_experts
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("QUIRE_ROW_PROGRAM", "2"), ("QUIRE_OFFLINE", "maybe"), ("QUIRE_CACHE", "relative/path"), ("QUIRE_CACHE", "")],

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.config.environment import read_environment
 from quire.kernels.clamp import Clamp
 from quire.kernels.cuda.coded_experts import CodedStack, choose_coded_tile, coded_product, stack_codes, takes_codes
 from quire.kernels.triton.expand_codes import expand_codes
@@ -48,7 +49,7 @@ def stack_packed(
     experts: list[PackedNibbles], bias: Tensor | None, dtype: torch.dtype, *, interleaved: bool
 ) -> NibbleStack | CodedStack:
     """Stack packed e2m1 codes for the kernel that a run in this dtype takes. interleaved: they are gate, then up."""
-    if takes_codes(experts, dtype, interleaved=interleaved):
+    if read_environment().coded_experts and takes_codes(experts, dtype, interleaved=interleaved):
         return stack_codes(experts, bias, interleaved=interleaved)
     return NibbleStack.of(experts, bias, has_codes=True)
 

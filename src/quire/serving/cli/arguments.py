@@ -284,7 +284,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
     """Return the engine settings that were given; all others keep their defaults. A seed of -1 means a random seed and
     is left out."""
     flags = (*ENGINE_FLAGS, *ENGINE_SWITCHES, *ENGINE_CHOICES, "--scheduling-policy", "--task")
-    flags += (*LORA_FLAGS, "--enable-lora", "--lora-modules", "--lora-experts", "--lora-dir")
+    flags += (*LORA_FLAGS, "--enable-lora", "--lora-modules", "--lora-experts", "--lora-dir", "--weights-dir")
     given = {name: getattr(args, name) for flag in flags if (name := field_of(flag)) in args}
     if "seed" in args and args.seed is not None and args.seed >= 0:
         given["seed"] = args.seed

@@ -51,6 +51,13 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
     )
     _add_address(parser)
     _add_replicas(parser.add_argument_group("replicas"))
+    parser.add_argument(
+        "--weights-dir",
+        default=argparse.SUPPRESS,
+        metavar="FOLDER",
+        help="the folder below which /update_weights_from_disk may load weights; needs an admin key, see --admin "
+        "(none: only the model's own files)",
+    )
     add_serve_flags(parser).add_argument(
         "--lora-dir",
         default=argparse.SUPPRESS,
@@ -61,7 +68,8 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add all flags that describe a server, except its address and --lora-dir. Returns the group of LoRA flags."""
+    """Add all flags that describe a server, except its address, --weights-dir and --lora-dir. Returns the group of
+    LoRA flags."""
     parser.add_argument(
         "model_name",
         nargs="?",

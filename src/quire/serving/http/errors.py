@@ -13,6 +13,7 @@ from quire.serving.dispatch.mailbox import Failure
 from quire.serving.dispatch.quarantine import Quarantined
 from quire.serving.process.grammar_check import ChecksBusy
 from quire.types.errors import InvalidRequest, QuireError
+from quire.types.standby import ENGINE_FIELD
 
 logger = logging.getLogger("quire.edge")
 
@@ -144,6 +145,8 @@ def as_failure(failure: Failure) -> ApiError:
     if failure.error is not None:
         if failure.kind == "refused" and failure.error.field == "model":  # its LoRA adapter has been unloaded
             return ApiError(404, str(failure.error), code=MODEL_NOT_FOUND, param="model")
+        if failure.kind == "refused" and failure.error.field == ENGINE_FIELD:  # it sleeps, or has no weights
+            return ApiError(503, str(failure.error), code="engine_asleep", headers=_RETRY)
         if failure.kind == "refused" and failure.error.field == "source.adapter":  # a fork's adapter was replaced
             message = f"request_id: {failure.error.reason}; {failure.error.fix}"
             return ApiError(409, message, code="adapter_replaced", param="request_id")

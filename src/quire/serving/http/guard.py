@@ -141,10 +141,17 @@ class Guard:
             exchange.scope["quire.request_id"] = exchange.scope["quire.given_id"] = name
 
 
+_ADMIN_ENDS = (
+    "/load_lora_adapter", "/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume",
+    "/is_paused", "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation",
+    "/continue_generation", "/update_weights_from_disk", "/get_weight_version",
+)  # fmt: skip
+
+
 def is_for_admins(path: str) -> bool:
-    """Whether a path needs an admin key. The paths of LoRA adapters are recognized in all spellings that PathAliases
+    """Whether a path needs an admin key. Paths outside of /admin are recognized in all spellings that PathAliases
     resolves."""
-    return path.startswith("/admin") or path.rstrip("/").endswith(("/load_lora_adapter", "/unload_lora_adapter"))
+    return path.startswith("/admin") or path.rstrip("/").endswith(_ADMIN_ENDS)
 
 
 def loopback_hosts(host: str) -> frozenset[str] | None:

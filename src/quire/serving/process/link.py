@@ -15,6 +15,7 @@ from quire.types.errors import InvalidRequest
 from quire.types.output import TokensOut
 from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
+from quire.types.standby import Command, StandbyState
 from quire.types.stats import BlockMap, EngineStats
 
 
@@ -111,5 +112,9 @@ class EngineLink(Protocol):
 
     async def reset_cache(self) -> int:
         """Empty the prefix cache. Returns how many blocks became free. Raises EngineDead like `stats`."""
+
+    async def command(self, command: Command) -> StandbyState:
+        """Pause, resume, sleep, wake up or replace weights, and return the state after it. Raises InvalidRequest or
+        QuireError, and EngineDead if the engine is down or does not answer within an hour."""
 
     def close(self) -> None: ...

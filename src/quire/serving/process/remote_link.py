@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import zmq
 
+from quire.engine.command_messages import CommandAnswer, order_of
 from quire.engine.messages import (
     Accepted,
     AdapterAnswer,
@@ -43,15 +44,17 @@ from quire.serving.process.child import exit_orphaned
 from quire.serving.process.control import ControlChannel, ControlMessage, EngineDown, EngineUp
 from quire.serving.process.link import EngineListener
 from quire.types.adapters import AdapterInfo
-from quire.types.errors import EngineDead, InvalidRequest
+from quire.types.errors import EngineDead, InvalidRequest, QuireError
 from quire.types.output import TokensOut
 from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
+from quire.types.standby import Command, StandbyState
 from quire.types.stats import BlockMap, EngineStats
 
 logger = logging.getLogger("quire.edge")
 
 ANSWER_SECONDS = 5.0  # long, since a step may take long; if the engine ends, questions fail at once
+COMMAND_SECONDS = 3600.0  # for running requests to finish, and for weights to be read
 LOAD_SECONDS = 600.0  # to load a LoRA adapter, including those queued before it
 _MAX_QUESTIONS = 256  # unanswered at one time
 _MAX_OUTBOX = 65_536  # messages not yet passed to the socket
@@ -152,6 +155,13 @@ class RemoteLink:
 
     async def reset_cache(self) -> int:
         return await self._ask(lambda number: Ask(number, "reset_cache"), int)
+
+    async def command(self, command: Command) -> StandbyState:
+        found = await self._ask(lambda number: order_of(number, command), object, COMMAND_SECONDS)
+        if isinstance(found, QuireError):
+            raise found
+        assert isinstance(found, StandbyState)
+        return found
 
     def close(self) -> None:
         """Send the engine a Goodbye, which aborts all requests of this edge, and stop the thread. Idempotent."""
@@ -293,7 +303,7 @@ class RemoteLink:
             self._answer(message.number, message.pins)
         elif isinstance(message, Unpinned):
             self._answer(message.number, message.was_there)
-        elif isinstance(message, AdapterAnswer):
+        elif isinstance(message, AdapterAnswer | CommandAnswer):
             self._answer(message.number, message.result())
         elif isinstance(message, AdaptersAnswer):
             self._answer(message.number, message.adapters)

@@ -302,6 +302,8 @@ def _check(config: ServerConfig) -> None:
 
 def warn_of_useless(config: ServerConfig) -> None:
     """Log a warning for settings that have no effect in combination with the others."""
+    if config.engine.weights_dir and not config.access.admin_digests:
+        logger.warning("weights_dir: has no effect without an admin key, which loading weights needs; add --admin")
     if config.engine.lora_dir and not config.access.admin_digests:
         logger.warning("lora_dir: has no effect without an admin key, which loading adapters needs; add --admin")
 

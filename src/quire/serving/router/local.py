@@ -24,7 +24,11 @@ from quire.types.errors import ConfigError
 
 ASK_SECONDS = 10.0  # for one replica's part of a combined response
 _JSON = [(b"content-type", b"application/json")]
-_TO_ALL_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/admin/reset_cache")
+_TO_ALL_PATHS = (
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/admin/reset_cache", "/sleep", "/wake_up", "/pause", "/resume",
+    "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation", "/continue_generation",
+    "/update_weights_from_disk",
+)  # fmt: skip
 _FORWARDED_HEADERS = frozenset({*KEY_HEADERS, b"content-type"})  # for requests that go to all replicas
 _RETRY_AFTER = ((b"retry-after", b"1"),)
 _MAX_ERROR_CHARS = 300  # characters of a replica's error that the router repeats

@@ -18,11 +18,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from adapter_files import SMALL, make_adapter
 from faulty_rank_main import HANGS, LOOPS, LOOPS_INSIDE, RAISES, SLEEPS, SLEEPS_INSIDE
 from quire.config.tiers import TierConfig
 from quire.engine.core import EngineCore
+from quire.kernels.native.loader import why_not_native
 from quire.runtime.executor import ranked as ranked_module
 from quire.runtime.executor import watch as watch_module
 from quire.runtime.executor.channel import Channel, Kind, channel_pair
@@ -54,6 +56,9 @@ from real_server import is_alive
 from tiny_models import DEVICE, VOCAB, engine_config, transformers_model
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="ranks of a GPU have a device each")
+needs_program = pytest.mark.skipif(
+    why_not_native(torch.float32, torch.device("cpu")) is not None, reason="no compiled program in which a rank hangs"
+)
 CONFIG = replace(engine_config(block_size=16, rows=4), adapters=SMALL)
 
 
@@ -193,7 +198,12 @@ def launch_and_wait(executor: RankedExecutor, step: int) -> str:
         (812, lambda pid: os.kill(pid, signal.SIGSTOP), r"was stopped by a signal"),
         (RAISES, None, r"failed while step 1004 ran: RuntimeError: the weights are wrong$"),
         (LOOPS, None, r"made no progress for \d+ s while step 1003 ran, and others wait for it$"),
-        (LOOPS_INSIDE, None, r"made no progress for \d+ s while step 1005 ran, and others wait for it$"),
+        pytest.param(
+            LOOPS_INSIDE,
+            None,
+            r"made no progress for \d+ s while step 1005 ran, and others wait for it$",
+            marks=needs_program,
+        ),
     ],
     ids=["killed", "stopped", "raises", "loops", "loops while the other is in a compiled program"],
 )
@@ -216,7 +226,7 @@ def test_a_rank_that_fails_is_named_and_all_are_ended(
         executor.close()
 
 
-@pytest.mark.parametrize("step", [SLEEPS, SLEEPS_INSIDE])
+@pytest.mark.parametrize("step", [SLEEPS, pytest.param(SLEEPS_INSIDE, marks=needs_program)])
 def test_a_rank_that_waits_for_something_that_never_comes_is_named_long_before_the_timeout(step: int) -> None:
     with leaving_nothing() as started:
         executor = make_ranked(config_of(timeout=100_000.0), module="faulty_rank_main")
@@ -227,7 +237,7 @@ def test_a_rank_that_waits_for_something_that_never_comes_is_named_long_before_t
         executor.close()
 
 
-@pytest.mark.parametrize("step", [LOOPS, LOOPS_INSIDE])
+@pytest.mark.parametrize("step", [LOOPS, pytest.param(LOOPS_INSIDE, marks=needs_program)])
 def test_a_rank_in_an_endless_loop_is_named_long_before_the_timeout(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_STARVED_SECONDS", 100_000.0)  # else what was seen of steps is forgotten then
     with leaving_nothing() as started:

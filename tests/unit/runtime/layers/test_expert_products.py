@@ -24,6 +24,7 @@ def packed(outputs: int) -> list[PackedNibbles]:
 
 
 def test_codes_are_stacked_for_the_kernel_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CODED_EXPERTS", "1")
     assert isinstance(stack_packed(packed(128), None, BF16, interleaved=True), NibbleStack)
     monkeypatch.setattr(coded_experts, "runs_on", lambda _: True)
     stack = stack_packed(packed(128), None, BF16, interleaved=True)
@@ -31,6 +32,8 @@ def test_codes_are_stacked_for_the_kernel_that_takes_them(monkeypatch: pytest.Mo
     assert (stack.outputs, stack.inputs, stack.interleaved) == (128, 64, True)
     assert isinstance(stack_packed(packed(96), None, BF16, interleaved=False), NibbleStack)
     assert isinstance(stack_packed(packed(128), None, torch.float16, interleaved=True), NibbleStack)
+    monkeypatch.delenv("QUIRE_CODED_EXPERTS")
+    assert isinstance(stack_packed(packed(128), None, BF16, interleaved=True), NibbleStack)
 
 
 def test_both_gemms_of_a_step_share_the_rows_of_a_tile() -> None:

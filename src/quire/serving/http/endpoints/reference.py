@@ -40,6 +40,10 @@ _ABORT = (
     "end the request with this id or a unique prefix of it (404: no request matches, 409: several do), or all of them"
 )
 _KEEP = "pin a prompt in the prefix cache, for all API keys or only for `api_key`"
+_STANDBY = "give memory back and take it again; see [sleep and new weights](../guides/sleep_and_weights.md)"
+_UPDATE = (
+    "replace the weights by those of a folder below `--weights-dir`; without a path, load the model's own files again"
+)
 _LOAD = (
     'load a LoRA adapter from a folder below `--lora-dir`; with `"load_inplace": true` it may replace another one of '
     "that name"
@@ -86,6 +90,12 @@ Admin routes exist only if an admin key is set, and accept only that key:
 | `GET /admin/stats` | the engine's counters, and the load of each edge |
 | `GET /admin/requests` | live requests of all edges with their state |
 | `GET /admin/blocks` | server-sent events: the block map, about four times a second |
+| `POST /sleep?level=1&mode=abort`, `POST /wake_up?tags=weights&tags=kv_cache`, `GET /is_sleeping` | {_STANDBY} |
+| `POST /pause?mode=abort&clear_cache=true`, `POST /resume`, `GET /is_paused` | stop and continue generating |
+| `POST /release_memory_occupation`, `POST /resume_memory_occupation` | of SGLang: sleep and wake up |
+| `POST /pause_generation` `{{"mode": ...}}`, `POST /continue_generation` | of SGLang: `abort`, `wait`, `retract` |
+| `POST /update_weights_from_disk` `{{"model_path": ..., "mode": "wait", "weight_version": ...}}` | {_UPDATE} |
+| `GET /get_weight_version` | the name of the weights |
 | `POST {LOAD_PATH}` `{{"lora_name": ..., "lora_path": ...}}` | {_LOAD} |
 | `POST {UNLOAD_PATH}` `{{"lora_name": ...}}` | unload a LoRA adapter; running requests keep it |
 """
