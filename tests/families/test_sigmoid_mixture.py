@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from family_bench import NUM_DECODED, PROMPTS, change_config, check_parity
 from family_models import FamilyCase
 from quire.config.arguments import EngineArguments
-from quire.config.lengths import model_length, wanted_length
+from quire.config.lengths import model_length, wanted_length, with_usable_indexer
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.serving.llm import LLM
 from quire.types.errors import ConfigError, ModelLoadError
+from quire.types.sampling import SamplingParams
 
 pytest.importorskip("transformers")
 
@@ -166,21 +168,47 @@ def test_llama_4_sees_its_chunk_and_scales_queries(
         check_parity(tmp_path, attention=attention, model=case.model)
 
 
+@pytest.mark.parametrize("attention", ["auto", "reference"])
 @pytest.mark.parametrize(
-    ("name", "key", "limit"),
+    ("name", "changes", "other"),
     [
-        ("deepseek_v32", "index_topk", 128),
-        ("glm_moe_dsa", "index_topk", 128),
+        ("deepseek_v32", {"index_topk": 5, "index_head_dim": 8}, {"index_topk": 7}),
+        ("glm_moe_dsa", {"index_topk": 5, "index_head_dim": 40, "index_topk_pattern": "FSF"}, {"index_topk": 12}),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "shared"]}, {"index_topk": 5}),
     ],
 )
-def test_a_context_is_no_longer_than_attention_is_exact(name: str, key: str, limit: int, tmp_path: Path) -> None:
-    model = open_checkpoint(files_at(written(name, tmp_path).directory)).config
-    assert model_length(model) == limit
-    assert wanted_length(EngineArguments(), model) == limit
-    with pytest.raises(
-        ConfigError, match=f"max_model_len: is {limit + 1}, .*{limit} tokens.*{key}.*set it to {limit} or less"
-    ):
-        wanted_length(EngineArguments(max_model_len=limit + 1), model)
+def test_tokens_attend_to_those_that_the_indexer_chooses(
+    name: str, changes: dict[str, Any], other: dict[str, Any], attention: str, tmp_path: Path
+) -> None:
+    case = written(name, tmp_path, **changes)
+    check_parity(tmp_path, attention=attention, model=case.model)
+    change_config(tmp_path, **other)
+    with pytest.raises(AssertionError):
+        check_parity(tmp_path, attention=attention, model=case.model)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_the_triton_kernels_run_up_to_the_length_at_which_all_tokens_are_chosen(name: str, tmp_path: Path) -> None:
+    whole = open_checkpoint(files_at(written(name, tmp_path, index_topk=128).directory)).config
+    for args, device in ((EngineArguments(), "cpu"), (EngineArguments(attention_backend="gather"), "cuda")):
+        assert with_usable_indexer(whole, args, device) is whole
+        assert wanted_length(args, whole) == 512
+    short = with_usable_indexer(whole, EngineArguments(max_model_len=128), "cpu")
+    assert short.indexer is None
+    model = with_usable_indexer(whole, EngineArguments(), "cuda")
+    assert model_length(model) == wanted_length(EngineArguments(), model) == 128
+    with pytest.raises(ConfigError, match=r"max_model_len: is 129, .*128 tokens.*index_topk.*set it to 128 or less"):
+        wanted_length(EngineArguments(max_model_len=129), model)
+
+
+@pytest.mark.parametrize("limit", [64, 128, None])
+def test_a_served_model_has_its_indexer_where_sequences_may_be_long(limit: int | None, tmp_path: Path) -> None:
+    case = written("glm_moe_dsa", tmp_path, index_topk=8 if limit is None else limit)
+    options: dict[str, Any] = {"max_model_len": limit, "device": "cpu", "threads": 1, "kv_cache_memory": "8MiB"}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+    with LLM(str(tmp_path), skip_tokenizer_init=True, dtype="float32", **options) as made:
+        (found,) = made.generate([case.prompt(9)], params)
+    assert list(found.outputs[0].token_ids) == case.expected(case.prompt(9))
 
 
 @pytest.mark.parametrize(
@@ -216,6 +244,11 @@ def test_a_context_is_no_longer_than_attention_is_exact(name: str, key: str, lim
         ("llama4_text", "layer_types", ["sliding_attention"] * 3),
         ("llama4_text", "floor_scale", 0),
         ("deepseek_v32", "index_topk", 0),
+        ("deepseek_v32", "index_head_dim", 41),
+        ("deepseek_v32", "index_head_dim", 7),
+        ("deepseek_v32", "q_lora_rank", None),
+        ("glm_moe_dsa", "indexer_types", ["shared", "full", "full"]),
+        ("glm_moe_dsa", "indexer_types", ["full", "full"]),
         ("deepseek_v32", "attention_bias", True),
         ("glm4_moe_lite", "scoring_func", "softmax"),
         ("mistral4", "n_group", 2),

@@ -27,6 +27,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "gemma3_text": {"num_hidden_layers": 6, "layer_types": [SLIDING, SLIDING, FULL] * 2},  # windows have own blocks
     "gemma4_text": {"num_kv_shared_layers": 0},  # with inputs of each layer beside the stream
     "gemma4_text-moe": {"layer_types": [SLIDING, FULL, FULL, SLIDING, FULL]},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared", "full"]},
     "granitemoehybrid": HYBRID,
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [0, 2]},
     "nemotron_h": {"hybrid_override_pattern": "M**-"},
@@ -60,6 +61,12 @@ def test_two_stages_give_the_tokens_of_transformers(name: str, tmp_path: Path) -
         [3, 2],
     )
     check(case, made, prompts_of(case))
+
+
+def test_a_stage_does_not_begin_with_a_layer_that_reads_the_choice_of_another(tmp_path: Path) -> None:
+    case = FamilyCase("glm_moe_dsa", tmp_path, {"indexer_types": ["full", "full", "shared"]})
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: is 2: layer 2 reads the tokens"):
+        engine(case, stages=2, budget=9)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt2", "llama", "mixtral", "opt", "qwen2"])

@@ -42,7 +42,7 @@ SIGMOIDS: dict[str, Any] = {
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
     "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
 }  # fmt: skip
-INDEXER: dict[str, Any] = {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 2}
+INDEXER: dict[str, Any] = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
 }  # fmt: skip

@@ -31,6 +31,7 @@ class KVCacheSpec:
     state_bytes: int = 0
     unit: int = 1  # the part of `numbers` that belongs to one head; a plane is a whole number of units
     is_chunked: bool = False  # the window is a chunk: a token sees the tokens of its own chunk, see `first_in_window`
+    index: int = 0  # entries of the key that an indexer keeps beside a latent
 
 
 def first_in_window(position: int, window: int, *, is_chunked: bool) -> int:
@@ -84,6 +85,8 @@ class KVLayout:
     window: int | None = None  # the longest window of the window group; None: no window group
     num_states: int = 0  # layers that keep a state
     chunks: tuple[int | None, ...] = ()  # of each table: tokens of the chunks that its layers see; (): no chunks
+    index: int = 0  # entries of an indexer's key; these keys share planes of their own
+    index_places: tuple[Place | None, ...] = ()  # of each layer's key; None: it has no indexer. (): none has one
     state_bytes: int = 0  # of one such layer
 
     @property
@@ -163,7 +166,23 @@ def lay_out(specs: Sequence[KVCacheSpec], *, split: bool) -> KVLayout:
     layout = _split(kept) if split and can_split(specs) else _one_group(kept)
     if split and is_windowed(specs):
         layout = replace(layout, window=_longest_window(kept))
+    layout = _with_index(kept, layout)
     return replace(layout, num_states=len(states), state_bytes=state_bytes, chunks=_chunks_of(kept, layout))
+
+
+def _with_index(kept: Sequence[KVCacheSpec], layout: KVLayout) -> KVLayout:
+    """Return the layout with further planes for the keys of indexers, as many in each as fit."""
+    index, count = max(spec.index for spec in kept), 0
+    if not index:
+        return layout
+    places: list[Place | None] = []
+    at_once = layout.numbers // index
+    for spec in kept:
+        plane, part = divmod(count, at_once)
+        places.append(Place(layout.num_planes + plane, 0, part) if spec.index else None)
+        count += spec.index > 0
+    num_planes = layout.num_planes + -(-count // at_once)
+    return replace(layout, num_planes=num_planes, index=index, index_places=tuple(places))
 
 
 def _chunks_of(kept: Sequence[KVCacheSpec], layout: KVLayout) -> tuple[int | None, ...]:

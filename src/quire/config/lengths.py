@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from math import gcd
 
 from quire.config.arguments import DEFAULT_BLOCK_SIZE, EngineArguments
@@ -31,6 +32,18 @@ def wanted_length(args: EngineArguments, model: ModelConfig) -> int:
         reason = f"is {args.max_model_len}, but {known}"
         raise ConfigError("max_model_len", reason, f"set it to {longest} or less")
     return args.max_model_len
+
+
+def with_usable_indexer(model: ModelConfig, args: EngineArguments, device: str) -> ModelConfig:
+    """Return the model without its indexer where that cannot run, as the Triton kernels have none, or is not needed, as
+    it chooses all tokens of a short sequence. `device`: the one that "auto" names."""
+    own, device = model.indexer, device if args.device == "auto" else args.device
+    if own is None:
+        return model
+    runs = device == "cpu" or args.attention_backend in ("gather", "reference")
+    if runs and (args.max_model_len is None or args.max_model_len > own.num_chosen):
+        return model
+    return replace(model, indexer=None, context_limit=("index_topk", own.num_chosen))
 
 
 def check_chunks(model: ModelConfig, block_size: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.config.indexer import Indexer
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.recurrent import Recurrent
 from quire.config.vision import Vision
@@ -256,6 +257,7 @@ class ModelConfig:
     context_limit: tuple[str, int] | None = None  # key of config.json, and most tokens for which attention is exact
     experts: Experts | None = None
     latent: Latent | None = None  # latent attention; `heads` then attend to the latents
+    indexer: Indexer | None = None  # chooses the latents that a token attends to; None: all
     encoder: Encoder | None = None  # None: a decoder
     recurrent: Recurrent | None = None  # None: all layers are attention layers
     mlp_layers: tuple[int, ...] = ()  # layers that are an MLP or a mixture of experts and nothing else
@@ -331,7 +333,8 @@ class ModelConfig:
         heads, window = self.heads_of(layer), self.window_of(layer)
         numbers, unit = heads.sides * heads.kv_size, heads.sides * heads.dim
         if self.latent is not None:
-            return KVCacheSpec("latent", numbers, unit=unit)
+            own = None if self.indexer is None or layer not in self.indexer.layers else self.indexer
+            return KVCacheSpec("latent", numbers, unit=unit, index=0 if own is None else own.dim)
         if window is None:
             return KVCacheSpec("full", numbers, unit=unit)
         return KVCacheSpec("window", numbers, window, unit=unit, is_chunked=self.has_chunks)

@@ -121,6 +121,9 @@ def _check_layers(model: ModelConfig, stage: int, num_stages: int) -> None:
     layers, fix = model.layers, "choose another number of stages"
     for layer in layers:
         source = model.kv_layer_of(layer)
+        if model.indexer is not None and layer == layers.start and layer not in model.indexer.layers:
+            reason = f"is {num_stages}: layer {layer} reads the tokens that a layer of another stage chooses"
+            raise ConfigError(SETTING, reason, fix)
         if source not in layers:
             reason = f"is {num_stages}: layer {layer} reads the keys of layer {source}, which is on another stage"
             raise ConfigError(SETTING, reason, fix)

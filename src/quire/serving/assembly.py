@@ -20,6 +20,7 @@ from quire.config.embedding import (
 )
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
+from quire.config.lengths import with_usable_indexer
 from quire.config.memory import MemoryPlan
 from quire.config.memory_check import check_memory
 from quire.config.model import ModelConfig
@@ -239,8 +240,9 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
         check_drafts(draft.architecture)
     parallel = read_arguments(arguments).parallel
     models_of_ranks(model, parallel)  # raises if there are too many ranks, before weights are counted
-    counted = count_rank_weights(model, parallel)
     facts = detect_hardware()
+    model = with_usable_indexer(model, arguments, facts.device)
+    counted = count_rank_weights(model, parallel)
     config, memory = resolve_engine_config(arguments, facts, counted, draft, offline=offline)
     modules = read_modules(arguments.lora_modules, enable=arguments.enable_lora)
     free = free_memory(facts, config.device.device)

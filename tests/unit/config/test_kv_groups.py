@@ -72,6 +72,20 @@ def test_layers_with_chunks_read_a_table_of_their_own_even_in_the_same_blocks(sp
     assert (everywhere.sources, everywhere.chunks) == ((0,), (512,))
 
 
+def test_keys_of_indexers_share_planes_after_those_of_latents() -> None:
+    sizes = [16, 0, 16, 16, 0]
+    layout = lay_out([KVCacheSpec("latent", 40, unit=40, index=size) for size in sizes], split=True)
+    assert (layout.num_planes, layout.numbers, layout.index) == (5 + 2, 40, 16)
+    assert [place and (place.plane, place.part) for place in layout.index_places] == [
+        (5, 0),
+        None,
+        (5, 1),
+        (6, 0),
+        None,
+    ]
+    assert [place.plane for place in layout.places] == [0, 1, 2, 3, 4]
+
+
 def test_chunks_are_whole_blocks() -> None:
     model = replace(SMALL, windows=(96,) * SMALL.num_layers, has_chunks=True)
     assert resolved(model, block_size=32)[0].is_chunked

@@ -41,6 +41,7 @@ class LayerCache:
     # [blocks, kv heads, block, 1] float32; for int4 [blocks, kv heads, block, groups, 2] float16: scale, offset
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    index: Tensor | None = None  # [blocks, block, dim]: the keys of the layer's indexer, of the dtype of `key`
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, table: int = 0) -> LayerCache:
@@ -94,7 +95,7 @@ class LayerCache:
                 continue
             heads = new.reshape(-1, new.shape[-1])
             if flat is not None:
-                flat.index_copy_(0, slots, indexable(_to_stored(heads, self.key.dtype)))
+                flat.index_copy_(0, slots, indexable(to_stored(heads, self.key.dtype)))
                 continue
             size = self.key.shape[2]
             places = (slots // size, slots % size)
@@ -120,7 +121,7 @@ def layer_cache(memory: Tensor, heads: Heads, table: int) -> LayerCache:
     return LayerCache.of(memory[0], memory[1], table)
 
 
-def _to_stored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+def to_stored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert values to the dtype of a cache without scales. A float8 latent beyond the largest float8 value becomes
     NaN instead of being clamped, so that its request fails."""
     if dtype != torch.float8_e4m3fn:
@@ -156,6 +157,10 @@ class ChunkSpan:
     def length(self) -> int:
         return self.start + self.num_tokens
 
+    @property
+    def positions(self) -> Tensor:  # [tokens]
+        return torch.arange(self.start, self.length, device=self.block_ids.device)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -169,6 +174,15 @@ class AttentionBatch:
     # For tables of window blocks, the window size: blocks before the window may belong to other sequences.
     window: int | None = None
     chunk: int | None = None  # tokens of the chunks of a text: a token sees those of its own; a multiple of block_size
+
+
+def spans_of(batch: AttentionBatch) -> tuple[ChunkSpan, ...]:
+    """Return the tokens of a batch as chunks: each decode, then the batch's chunks."""
+    decodes = (
+        ChunkSpan(begin=i, start=int(length) - 1, num_tokens=1, block_ids=batch.block_ids[i])
+        for i, length in enumerate(batch.lengths)
+    )
+    return (*decodes, *batch.chunks)
 
 
 class AttentionBackend(Protocol):

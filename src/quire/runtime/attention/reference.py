@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.reference.attention import paged_attention
-from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Kernels, LayerCache
+from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Kernels, LayerCache, spans_of
 from quire.runtime.attention.window import within_window
 
 
@@ -20,12 +20,7 @@ class ReferenceAttention:
         """Accept every rule."""
 
     def prepare(self, batch: AttentionBatch) -> tuple[ChunkSpan, ...]:
-        batch = within_window(batch)
-        decodes = tuple(
-            ChunkSpan(begin=i, start=int(length) - 1, num_tokens=1, block_ids=batch.block_ids[i])
-            for i, length in enumerate(batch.lengths)
-        )
-        return decodes + batch.chunks
+        return spans_of(within_window(batch))
 
     def attend(
         self,

@@ -275,7 +275,8 @@ def _load(
     checkpoint = open_checkpoint(files)
     try:
         model = build_model(config, builder)
-        if config.vision is None and checkpoint.config.vision is not None:  # no request may have images
+        left_out = ("vision", "indexer")  # no request may have images, or is long enough for an indexer
+        if any(getattr(config, each) is None and getattr(checkpoint.config, each) is not None for each in left_out):
             model.elsewhere |= describe_weights(checkpoint.config).keys() - describe_weights(config).keys()
         with standby.loading(model):
             load_weights(model, checkpoint, progress=progress)

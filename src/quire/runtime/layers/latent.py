@@ -8,6 +8,8 @@ On a GPU, prompt chunks that see a latent often enough expand it instead (`atten
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from quire.config.model import Heads, Latent
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.program import Symbol
 from quire.runtime.layers.head_linear import HeadLinear, heads_of
+from quire.runtime.layers.indexer import TokenChooser, Turn
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import QueryScale, Rotary, Rotation
@@ -24,6 +27,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 
+Choice = tuple[TokenChooser, tuple[Value, ...]]  # and the inputs of its `choose`
 MakeHeads = Callable[[Tensor, int], HeadLinear]  # weight [heads, outputs, inputs], `rest`
 
 
@@ -72,18 +76,19 @@ class LatentAttention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self._heads, self._latent, self._layer, self.rule, self._ops = heads, latent, layer, rule, ops
-        self.rotary, self.query_scale = rotary, query_scale
+        self.rotary, self.query_scale, self._turn = rotary, query_scale, Turn(rotary, ops)
 
     def forward(
-        self, query: Value, latents: Value, step: ForwardStep, norm: RMSNorm, products: LatentProducts
-    ) -> Value:
+        self, query: Value, latents: Value, step: ForwardStep, norm: RMSNorm, products: LatentProducts,
+        choice: Choice | None = None,
+    ) -> Value:  # fmt: skip
         """Attend. query: [tokens, at least query heads * (nope + rope)]; latents: [tokens, ...], whose last rank + rope
-        elements are the token's latent before its norm. Both are overwritten. Returns [tokens, query heads * value
-        dim]."""
+        elements are the token's latent before its norm. Both are overwritten. choice: chooses the tokens that are
+        attended to. Returns [tokens, query heads * value dim]."""
         assert products.to_latents is not None, "finish() was not called"
         assert products.to_values is not None
         if isinstance(query, Symbol):
-            return products.to_values(self._trace_program(query, latents, step, norm, products.to_latents))
+            return products.to_values(self._trace_program(query, latents, step, norm, products.to_latents, choice))
         heads, latent, cache = self._heads, self._latent, step.caches[self._layer]
         plan, is_triton = step.attention_of(cache), step.backend.kernels == "triton"
         if is_triton and self.rotary.is_static:
@@ -92,10 +97,13 @@ class LatentAttention(nn.Module):
             self._store_by_parts(query, latents, step, norm)
         if self.query_scale is not None:
             heads_of(query, heads.num_query, latent.query_dim).mul_(self.query_scale(step).cos[..., :1])
-        if is_triton and plan.expanded is not None:
+        chosen = None if choice is None else choice[0].choose(step, cache, self._turn, *choice[1])
+        if is_triton and plan.expanded is not None and chosen is None:
             attended: Tensor = step.backend.attend_expanded(query, cache, plan, self.rule, products)
             return attended
         compared = products.to_latents(query).view(len(query), heads.num_query, heads.dim)
+        if chosen is not None:
+            return products.to_values(chosen.attend(compared, cache, self.rule))
         key = latents[:, None, -heads.dim :]  # [tokens, 1, dim]; rotated, unless the backend reads it from the cache
         attended = step.backend.attend(compared, key, key[..., : latent.rank], cache, plan, self.rule)
         return products.to_values(attended)
@@ -127,8 +135,9 @@ class LatentAttention(nn.Module):
         )  # fmt: skip
 
     def _trace_program(
-        self, query: Symbol, latents: Symbol, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear
-    ) -> Symbol:
+        self, query: Symbol, latents: Symbol, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear,
+        choice: Choice | None,
+    ) -> Symbol:  # fmt: skip
         """Append the operations to the program that is being traced."""
         heads, latent, writer, cache = self._heads, self._latent, query.writer, step.caches[self._layer]
         column, place = latents.width - heads.dim, (self._layer, cache.table)
@@ -140,7 +149,22 @@ class LatentAttention(nn.Module):
             parts = heads.num_query * latent.query_dim // latent.scaled_dim
             writer.rotate(query, self.query_scale, parts, latent.scaled_dim)
         writer.write(latents, place, column, 1, heads.dim, latent=latent.rank, cache=quantized)
+        if choice is not None:
+            call = partial(self._call_chosen, choice[0])
+            return writer.call(call, (to_latents(query), *choice[1]), heads.num_query * latent.rank)
         sizes = (heads.num_query, 1, heads.dim)
         return writer.attend(
             to_latents(query), place, sizes, (cache.key.shape[2], 1), self.rule, latent=latent.rank, cache=quantized
         )
+
+    def _call_chosen(self, chooser: TokenChooser, compared: Tensor, *rest: Any) -> Tensor:
+        """Run inside a program as a Python call. rest: the inputs of `choose`, then the step."""
+        *inputs, step = rest
+        cache = step.caches[self._layer]
+        by_head = compared.reshape(len(compared), self._heads.num_query, self._heads.dim)
+        chosen = chooser.choose(step, cache, self._turn, *inputs)
+        if chosen is not None:
+            return chosen.attend(by_head, cache, self.rule)
+        plan = step.attention_of(cache)
+        attended: Tensor = step.backend.attend(by_head, by_head, by_head, cache, plan, self.rule)  # keys are cached
+        return attended

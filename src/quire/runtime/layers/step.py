@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runtime.attention.backend import LayerCache
+from quire.runtime.attention.backend import AttentionBatch, LayerCache
 from quire.runtime.transfer import to_device
 
 BESIDE = "beside"  # key in the memo: the per-layer side inputs [tokens, size] that blocks read beside the stream
@@ -123,6 +123,7 @@ class ForwardStep:
     axes: Tensor | None = None
     features: Features | None = None  # image features that replace embeddings; None: no images
     adapters: AdapterStep | None = None  # None: no token of the step uses an adapter
+    batch: AttentionBatch | None = None  # of the first block table, where an indexer chooses tokens by torch
     is_long_row: bool = False  # one row whose context is so long that running layer by layer beats the row kernel
     memo: dict[Any, Any] = field(default_factory=dict)  # computed by one layer, read by others
 

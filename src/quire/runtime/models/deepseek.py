@@ -14,6 +14,7 @@ from torch import nn
 from quire.config.fields import Fields
 from quire.config.model import Experts, Heads, Latent, ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.indexer import chooser_of
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.split import Split
@@ -55,15 +56,17 @@ class DeepseekAttention(nn.Module):
         )
         self.kv_a_layernorm = build.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
         self.kv_b_proj = build.latent_products(config)
-        self.attention = build.latent_attention(config, layer)
+        self.attention, self.indexer = build.latent_attention(config, layer), chooser_of(config, layer, build)
         self.o_proj = build.row_linear("o_proj", config.heads, hidden, bias=False, dim=latent.value_dim)
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
         both = self.qkv_a_proj(x)  # queries (or compressed queries), then latents
-        queries = both
+        queries, chosen = both, None
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            queries = self.q_b_proj(self.q_a_layernorm.of_first(both))
-        return self.o_proj.later(self.attention(queries, both, step, self.kv_a_layernorm, self.kv_b_proj))
+            compressed = self.q_a_layernorm.of_first(both)
+            queries = self.q_b_proj(compressed)
+            chosen = None if self.indexer is None else (self.indexer, self.indexer(x, compressed))
+        return self.o_proj.later(self.attention(queries, both, step, self.kv_a_layernorm, self.kv_b_proj, chosen))
 
 
 class DeepseekBlock(QwenMoeBlock):
@@ -75,15 +78,13 @@ class Deepseek(Decoder):
 
 
 def read_deepseek_v2(config: Fields) -> ModelConfig:
-    """Read DeepSeek V2's config. transformers never normalizes expert weights for V2, so norm_topk_prob=true is
-    refused."""
+    """Read DeepSeek V2's config. transformers never normalizes its expert weights: norm_topk_prob=true is refused."""
     method = config.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise config.refuse("topk_method", f"{method!r} is not supported", "supported: greedy, group_limited_greedy")
     refuse_set(config, "norm_topk_prob", usual=False)
     experts = read_experts(config, "softmax", size=1_407, num_shared=2, first=0)
-    if method != "greedy":
-        experts = read_groups(config, experts, GROUPS)
+    experts = experts if method == "greedy" else read_groups(config, experts, GROUPS)
     return read_latent_decoder(config, "deepseek_v2", 2_048, experts=experts)
 
 
@@ -91,8 +92,7 @@ def read_deepseek_v3(config: Fields) -> ModelConfig:
     refuse_other(config, "topk_method", "noaux_tc")
     some = read_experts(config, "sigmoid", size=2_048, num_shared=1, first=3)
     some = replace(some, by_sigmoid=True, is_normalized=config.flag("norm_topk_prob", True))
-    experts = read_groups(config, some, GROUPS, num=8, used=4)
-    pairs = config.flag("rope_interleave", True)
+    experts, pairs = read_groups(config, some, GROUPS, num=8, used=4), config.flag("rope_interleave", True)
     return read_latent_decoder(config, "deepseek_v3", 4_096, experts=experts, in_pairs=pairs)
 
 

@@ -134,9 +134,17 @@ def is_unread(config: ModelConfig, name: str) -> bool:
         return config.eagle.vocab_size == config.vocab_size
     if config.vision is None and name.startswith(("visual.", "vision_tower.")):
         return True
+    if ".self_attn.indexer." in name and not _has_indexer(config, name):
+        return True
     found = config.kv_layers and _OWN_KEYS.fullmatch(name)
     layer = int(found[1]) if found else -1
     return 0 <= layer < config.num_layers and config.kv_layer_of(layer) != layer
+
+
+def _has_indexer(config: ModelConfig, name: str) -> bool:
+    """Whether the layer of a tensor's name has an indexer."""
+    number = name.partition("layers.")[2].partition(".")[0]
+    return config.indexer is not None and number.isdigit() and int(number) in config.indexer.layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,17 @@
 """Families of DeepSeek's layers with other routers, rotary positions or limits: GLM-4.7-Flash, DeepSeek V3.2 and GLM-5,
 Mistral 4.
 
-DeepSeek V3.2 and GLM-5 attend to the `index_topk` tokens that an indexer chooses. In a context that is not longer these
-are all tokens: then the indexer changes nothing and is not read.
+DeepSeek V3.2 and GLM-5 attend to the `index_topk` tokens that an indexer chooses. In GLM-5 some layers attend to those
+that the last layer with an indexer chose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from quire.config.fields import Fields
+from quire.config.indexer import Indexer
 from quire.config.model import QUERY_SCALE, Experts, ModelConfig
 from quire.runtime.models.deepseek import Deepseek, read_latent_decoder, rename_deepseek
 from quire.runtime.models.family import STACKED, Family
@@ -21,6 +23,7 @@ GLM_SIZES = {"q_lora_rank": 2_048, "qk_nope_head_dim": 192, "v_head_dim": 256, "
 MISTRAL_SIZES = {"kv_lora_rank": 256, "q_lora_rank": 1_024, "qk_nope_head_dim": 64}
 LITE_EXPERTS = Experts(num=64, num_used=4, size=1_536, scale=1.8)
 SPARSE_EXPERTS = Experts(num=256, num_used=8, size=2_048, scale=2.5)
+FULL, SHARED = "full", "shared"  # values of `indexer_types`
 LENGTH = "original_max_position_embeddings"
 MISTRAL_ROPE = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, LENGTH: 8_192, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -40,17 +43,50 @@ def read_glm4_moe_lite(config: Fields) -> ModelConfig:
 
 
 def read_deepseek_v32(config: Fields) -> ModelConfig:
-    return _read_indexed(config, "deepseek_v32", 163_840)
+    layers = range(config.integer("num_hidden_layers"))
+    return _read_indexed(config, "deepseek_v32", 163_840, read_indexer(config, layers, num_heads=64))
 
 
 def read_glm_moe_dsa(config: Fields) -> ModelConfig:
-    return _read_indexed(_with_usual(config, GLM_SIZES), "glm_moe_dsa", 202_752)
+    given = _with_usual(config, GLM_SIZES)
+    indexer = read_indexer(given, read_indexer_layers(given), num_heads=32)
+    return _read_indexed(given, "glm_moe_dsa", 202_752, replace(indexer, in_pairs=True))
 
 
-def _read_indexed(config: Fields, name: str, max_position: int) -> ModelConfig:
-    limit = ("index_topk", config.integer("index_topk", 2_048, least=1))
+def _read_indexed(config: Fields, name: str, max_position: int, indexer: Indexer) -> ModelConfig:
     experts = read_sigmoid_experts(config, SPARSE_EXPERTS, read_dense_layers(config, 3))
-    return read_latent_decoder(config, name, max_position, experts=experts, context_limit=limit)
+    made = read_latent_decoder(config, name, max_position, experts=experts, indexer=indexer)
+    assert made.latent is not None
+    if made.latent.query_rank is None:
+        raise config.refuse("q_lora_rank", "must be there: the indexer reads compressed queries")
+    least, most = made.latent.rope_dim, made.heads.dim
+    if not least <= indexer.dim <= most:
+        raise config.refuse("index_head_dim", f"must be from {least} (qk_rope_head_dim) to {most}, is {indexer.dim}")
+    return made
+
+
+def read_indexer(config: Fields, layers: Iterable[int], *, num_heads: int) -> Indexer:
+    return Indexer(
+        num_heads=config.integer("index_n_heads", num_heads, least=1),
+        dim=config.integer("index_head_dim", 128, least=1),
+        num_chosen=config.integer("index_topk", 2_048, least=1),
+        layers=tuple(layers),
+    )
+
+
+def read_indexer_layers(config: Fields) -> list[int]:
+    """Return the layers that have an indexer, from `indexer_types`, `index_topk_pattern` or `index_topk_freq`."""
+    count, names = config.integer("num_hidden_layers"), {"F": FULL, "S": SHARED}
+    key = "indexer_types" if config.raw("indexer_types") is not None else "index_topk_pattern"
+    kinds = config.raw(key)
+    if kinds is None:
+        every = max(config.integer("index_topk_freq", 1), 1)
+        first = config.integer("index_skip_topk_offset", 2)
+        kinds = [FULL if max(layer - first + 1, 0) % every == 0 else SHARED for layer in range(count)]
+    kinds = [names.get(kind, kind) for kind in kinds] if isinstance(kinds, str | list) else []
+    if len(kinds) != count or any(kind not in (FULL, SHARED) for kind in kinds) or kinds[0] != FULL:
+        raise config.refuse(key, f"must be {FULL} or {SHARED} for each of {count} layers, and {FULL} for the first")
+    return [layer for layer, kind in enumerate(kinds) if kind == FULL]
 
 
 def read_mistral4(config: Fields) -> ModelConfig:
@@ -92,15 +128,11 @@ def _with_usual(config: Fields, usual: Mapping[str, object]) -> Fields:
     return config.changed({key: value for key, value in usual.items() if key not in config.values})
 
 
-def rename_indexed(name: str) -> str | None:
-    return None if ".self_attn.indexer." in name else rename_deepseek(name)
-
-
 GLM4_MOE_LITE = Family(
     name="glm4_moe_lite", build=Deepseek, read=read_glm4_moe_lite, rename=rename_deepseek, drops_layers=True
 )
 DEEPSEEK_V32, GLM_MOE_DSA = (
-    Family(name=name, build=Deepseek, read=read, rename=rename_indexed, drops_layers=True)
+    Family(name=name, build=Deepseek, read=read, rename=rename_deepseek, drops_layers=True)
     for name, read in (("deepseek_v32", read_deepseek_v32), ("glm_moe_dsa", read_glm_moe_dsa))
 )
 MISTRAL4 = Family(

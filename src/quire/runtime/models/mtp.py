@@ -116,7 +116,7 @@ def head_config(target: ModelConfig) -> ModelConfig:
     experts = None if target.experts is None else replace(target.experts, dense_layers=dense)
     return replace(
         target, architecture=found.name, num_layers=1, mtp=MtpHead(layout.prefix.format(target.num_layers)),
-        experts=experts, recurrent=None, vision=None, rope=replace(target.rope, sections=()), windows=(),
+        experts=experts, indexer=None, recurrent=None, vision=None, rope=replace(target.rope, sections=()), windows=(),
         layers_without_rope=(), kv_layers=(), mlp_layers=(), tie_word_embeddings=False, stage=None,
         levels=StoredLevels(), weights=WeightCounts(), rank_weights=None,
     )  # fmt: skip

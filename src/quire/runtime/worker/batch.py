@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -111,7 +111,8 @@ class BatchBuilder:
         lengths = rows.lengths[token_rows]
         places = find_samples(plan, order, rows.lengths, spans)
         self._clear_entered(plan, decodes)
-        attention, *others = self._plans(plan, decodes)
+        batches = self._batches(plan, decodes)
+        attention, *others = (self._backend.prepare(batch) for batch in batches)
         found = self._gather(token_rows, positions, (positions, lengths, *places[:5]))
         position, length, *chosen = found.uploaded
         step = ForwardStep(
@@ -127,6 +128,7 @@ class BatchBuilder:
             states=self._state_step(plan, decodes, spans),
             axes=axes_tensor(self._images, rows, token_rows, positions, spans),
             adapters=None if self.adapters is None else self.adapters.step(token_rows, places.wanted),
+            batch=batches[0],
         )
         return make_batch(step, places, chosen, len(positions))
 
@@ -168,17 +170,16 @@ class BatchBuilder:
             for blocks, heads in zip(all_held, self._heads[1:], strict=True)
         )
 
-    def _plans(self, plan: StepPlan, decodes: Longs) -> list[Any]:
-        """Return the backend's step metadata for each block table that layers read."""
+    def _batches(self, plan: StepPlan, decodes: Longs) -> list[AttentionBatch]:
+        """Return the attention of a step for each block table that layers read."""
         rows, size = self._rows, self._rows.block_size
         lengths = rows.lengths[decodes]
         needed = -(-lengths // size)  # blocks
         block_ids = self._decode_blocks(decodes, needed)
-        batches = [
+        return [
             self._attention(plan, lengths, tables, index, self._window if source or self._all_windows else None)
             for index, (tables, source) in enumerate(zip(block_ids, self._cache.sources, strict=True))
         ]
-        return [self._backend.prepare(batch) for batch in batches]
 
     def _decode_blocks(self, decodes: Longs, needed: Longs) -> Sequence[Tensor]:
         """Return the blocks of the decoding rows from each table: int64 [decodes, widest]. Entries beyond a row's last

@@ -7,6 +7,7 @@ import copy as copying
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -57,6 +58,9 @@ class KVCache:
             else _layer(memory, place, kinds[place.table > 0], config.block_size)
             for place in layout.places
         )
+        if layout.index:
+            indexes = [_index(memory, place, config.block_size, layout.index) for place in layout.index_places]
+            self.layers = tuple(replace(layer, index=index) for layer, index in zip(self.layers, indexes, strict=True))
         self.sources = layout.sources
         # For each table, one layer that reads it. All layers of a table have the same shape.
         self.of_tables = tuple(
@@ -110,6 +114,15 @@ def _layer(memory: Tensor, place: Place, heads: Heads, block_size: int) -> Layer
     width = block_size * heads.kv_size
     own = memory[place.plane, :, :, place.part * width : (place.part + 1) * width]
     return layer_cache(own.view(*own.shape[:2], heads.num_kv, block_size, heads.dim), heads, place.table)
+
+
+def _index(memory: Tensor, place: Place | None, block_size: int, dim: int) -> Tensor | None:
+    """Return the view of the keys of a layer's indexer [blocks, block, dim]; None without a place."""
+    if place is None:
+        return None
+    width = block_size * dim
+    own = memory[place.plane, 0, :, place.part * width : (place.part + 1) * width]
+    return own.view(len(own), block_size, dim)
 
 
 def _scaled_layer(

@@ -14,6 +14,7 @@ from quire.config.arguments import ATTENTION_BACKENDS, EngineArguments
 from quire.config.embedding import plan_encoder_memory, resolve_encoder_config
 from quire.config.environment import OFFLINE
 from quire.config.facts import HardwareFacts
+from quire.config.lengths import with_usable_indexer
 from quire.config.resolve import resolve_engine_config
 from quire.config.sizes import GIB, format_size
 from quire.serving.cli.arguments import engine_settings
@@ -199,6 +200,7 @@ def _plan(files: ModelFiles, arguments: EngineArguments, facts: HardwareFacts) -
         return [title, where, str(plan_encoder_memory(arguments, facts, model, encoder, settings))]
     draft_files = find_draft(arguments, files, offline=True)
     draft = None if draft_files is None else read_model_config(draft_files)
+    model = with_usable_indexer(model, arguments, facts.device)
     config, plan = resolve_engine_config(arguments, facts, model, draft)
     where = (
         f"runs on {config.device.device} in {config.device.dtype}, {config.scheduler.max_num_seqs} sequences at once"
