@@ -193,6 +193,7 @@ def test_a_picture_of_tiles_has_a_placeholder_for_each_and_one_for_the_whole() -
     assert text == f"a{tiles}\n{whole}b{whole}"
     tokens, placed = place_images("prompt", [1, *[9] * 10, 2], (wide, small), TILED)
     assert tokens == (1, *[9] * 40, 2)
+    assert wide.num_added + small.num_added == 30
     assert [image.start for image in placed] == list(range(1, 41, 4))
     assert {image.tiles for image in placed} == {()}
     assert placed[8].key == wide.key
