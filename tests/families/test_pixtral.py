@@ -234,6 +234,11 @@ def test_what_is_not_supported_is_refused_by_name(
         ({"preprocessor_config.json": {"size": {"longest_edge": 7}}}, "size.longest_edge: must be a number of pixels"),
         ({"processor_config.json": {"patch_size": 14}}, "patch_size: is 14, and the tower's 4"),
         ({"processor_config.json": {"image_break_token": "<b>"}}, "<b>: is no token of the vocabulary"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"x": {"content": "[IMG_BREAK]"}}}}, "[IMG_BREAK]: is no"),
+        (
+            {"tokenizer_config.json": {}, "tokenizer.json": {"added_tokens": [1, {"id": 2}]}},
+            "tokenizer.json: [IMG_BREAK]",
+        ),
     ],
 )
 def test_images_that_are_prepared_otherwise_are_refused(
