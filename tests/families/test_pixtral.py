@@ -19,6 +19,7 @@ from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.runtime.sampling.make import make_sampler
+from quire.serving.vision.image_reader import fitting_size
 from quire.types.decoding import BeamRules
 from quire.types.errors import ConfigError, InvalidRequest, ModelLoadError
 from quire.types.request import Submit
@@ -259,6 +260,10 @@ def test_the_longest_side_can_be_lowered(case: Case) -> None:
     limits = resolve_images(vision, None, {"longest_edge": 36}, 1_024, 16)
     assert limits is not None
     assert (limits.grid.max_tokens, limits.grid.max_bytes) == (5 * 6, 3 * 40 * 40)
+    least = resolve_images(vision, None, {"longest_edge": 8}, 1_024, 16)
+    assert least is not None
+    assert fitting_size(300, 200, least.grid) == (16, 16)  # as many tokens as a key needs
+    assert (least.grid.max_tokens, least.grid.max_pixels) == (2 * 3, 16 * 16)
     for value in (7, 65):
         with pytest.raises(ConfigError, match="choose 8 to 64"):
             resolve_images(vision, None, {"longest_edge": value}, 1_024, 16)
