@@ -146,10 +146,12 @@ def test_tiles_are_counted_before_a_request_as_in_its_answer(tmp_path: Path) -> 
         with server.client() as client:
             found = client.post("/v1/messages", json={"messages": asked, "max_tokens": 2})
             counted = client.post("/v1/messages/count_tokens", json={"messages": asked})
+            engine = client.get("/v1/capabilities").json()["engine"]
     finally:
         server.close()
     assert found.status_code == counted.status_code == 200, found.text
     assert counted.json()["input_tokens"] == found.json()["usage"]["input_tokens"] > 7 * 4
+    assert engine["images"] == {"max_images": 16, "min_pixels": 16**2, "max_pixels": 10 * 16**2}
 
 
 def test_anthropics_blocks_are_refused_by_their_own_fields(case: Case) -> None:

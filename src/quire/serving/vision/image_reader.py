@@ -63,7 +63,9 @@ class ImageBudget:
             reason = (
                 f"makes, resized, {self.num_bytes // 3:,} pixels with those before it, limit {MAX_PIXEL_BYTES // 3:,}"
             )
-            raise TooManyImages(field, reason, "send fewer or smaller images, or have the operator lower max_pixels")
+            raise TooManyImages(
+                field, reason, "send fewer or smaller images, or have the operator set mm_processor_kwargs"
+            )
 
 
 @dataclass(frozen=True, slots=True)
