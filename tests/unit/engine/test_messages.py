@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -116,8 +117,12 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
-def values_of(hint: Any) -> st.SearchStrategy[Any]:
-    """Any values of a type, by its annotation: a field that is added to a message is drawn, sent and compared too."""
+def values_of(hint: Any, within: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
+    """Any values of a type, by its annotation: a field that is added to a message is drawn, sent and compared too.
+
+    `within`: the types of which this one is a part. A type that has a tuple of itself is drawn two levels deep.
+    """
+    inner = partial(values_of, within=within)
     origin, args = get_origin(hint), get_args(hint)
     if hint in LIMITED:
         return LIMITED[hint]
@@ -126,20 +131,21 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if origin is Literal:
         return st.sampled_from(args)
     if origin in (Union, UnionType):
-        return st.one_of(*map(values_of, args))
+        return st.one_of(*map(inner, args))
     if origin is tuple:
         if args[-1] is Ellipsis:
-            return st.lists(values_of(args[0]), max_size=3).map(tuple)
-        return st.tuples(*map(values_of, args))
+            return st.just(()) if within.count(args[0]) > 1 else st.lists(inner(args[0]), max_size=3).map(tuple)
+        return st.tuples(*map(inner, args))
     if origin is dict:
-        return st.dictionaries(*map(values_of, args), max_size=3)
+        return st.dictionaries(*map(inner, args), max_size=3)
     if origin is np.ndarray:
         dtype = np.dtype(get_args(args[1])[0])
         bits = st.binary(max_size=5 * dtype.itemsize).map(
             lambda raw: raw[: len(raw) // dtype.itemsize * dtype.itemsize]
         )
         return bits.map(lambda raw: np.frombuffer(raw, dtype))
-    return st.builds(hint, **{name: values_of(kind) for name, kind in get_type_hints(hint).items()})
+    parts = get_type_hints(hint).items()
+    return st.builds(hint, **{name: values_of(kind, (*within, hint)) for name, kind in parts})
 
 
 def same(one: Any, other: Any) -> bool:
