@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine_thread import EngineThread, PlainEdge
+from engine_thread import PATIENCE, EngineThread, PlainEdge
 from fake_executor import continuation
 from quire.config.engine import SchedulerConfig
 from quire.engine import messages, transport
@@ -462,7 +463,7 @@ class Naps:
         self.fails = False
         executor: Any = engine.executor
         executor.sleep, executor.wake_up = self._sleep, self.calls.append
-        executor.check_weights = executor.apply_weights = None
+        executor.check_weights = executor.apply_weights = self.calls.append
         engine.loop.nap_seconds = 0.02
 
     def _sleep(self, level: int) -> None:
@@ -479,7 +480,7 @@ def level_of(edge: PlainEdge, number: int) -> int:
 
 
 def test_an_idle_engine_sleeps_and_the_next_request_wakes_it_up(start: Start, connect: Connect) -> None:
-    engine = start()
+    engine, deadline = start(), time.monotonic() + PATIENCE
     naps, edge = Naps(engine), connect(engine)
     for round_ in range(3):
         edge.submit(f"r{round_}", [5, 6])
@@ -487,7 +488,7 @@ def test_an_idle_engine_sleeps_and_the_next_request_wakes_it_up(start: Start, co
         assert edge.stream(edge.handles()[f"r{round_}"])
         number = 100 * round_
         while not level_of(edge, number := number + 1):  # these questions do not keep it awake
-            pass
+            assert time.monotonic() < deadline
     assert naps.calls[:3] == [1, ("weights", "kv_cache"), 1]
     assert not edge.refusals()
 
