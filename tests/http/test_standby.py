@@ -112,6 +112,21 @@ def test_a_sleeping_engine_refuses_requests_with_503_until_it_wakes_up(server: T
     assert memory.calls == [2, ("weights",), ("kv_cache",), None, "applied"]
 
 
+def test_a_request_wakes_an_engine_that_sleeps_because_it_was_idle(server: TestServer, memory: FakeMemory) -> None:
+    link: Any = server.link
+    for _ in range(2):
+        link.do(link.core.standby.nap)
+        state = server.get("/is_sleeping", headers=ADMIN).json()
+        assert state["is_sleeping"]
+        assert state["asleep"] == ["weights", "kv_cache"]
+        assert ask(server).status_code == 200
+        assert not server.get("/is_sleeping", headers=ADMIN).json()["is_sleeping"]
+    link.do(link.core.standby.nap)
+    assert post(server, "/update_weights_from_disk").json()["success"]
+    assert not server.get("/is_sleeping", headers=ADMIN).json()["is_sleeping"]
+    assert memory.calls == [*([1, ("weights", "kv_cache")] * 3), None, "applied"]
+
+
 def test_a_wake_up_without_memory_is_a_503_and_the_engine_still_sleeps(server: TestServer, memory: FakeMemory) -> None:
     post(server, "/release_memory_occupation")
     memory.has_room = False

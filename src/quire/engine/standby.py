@@ -3,6 +3,7 @@ out one after the other, each when the requests that it ends or waits for have e
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sized
@@ -22,6 +23,8 @@ from quire.types.standby import AWAKE, TAGS, Command, PauseMode, StandbyState, W
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
     from quire.engine.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger("quire.engine")
 
 Result = StandbyState | QuireError
 Done = Callable[[Result], None]
@@ -106,12 +109,14 @@ class Standby:
     def admit(self) -> None:
         """Wake up from a nap for a new request. Raises InvalidRequest if the engine takes none."""
         if self._naps and self.state.asleep:
-            self._naps = False
             try:
                 self._wake(TAGS)
+            except EngineDead:
+                raise
             except QuireError as error:
                 raise InvalidRequest("engine", f"could not wake up: {error}", "try again later") from None
-            self.is_active = bool(self._orders)
+            logger.info("the engine woke up for a request")
+            self.is_active = bool(self._orders) or self.state.is_paused or not self.state.has_weights
         if (refusal := self.state.refusal) is not None:
             raise refusal
 
@@ -156,13 +161,21 @@ class Standby:
                 self.is_active = bool(self._orders or state.is_paused or state.asleep) or not state.has_weights
             order.done(result)
 
+    @property
+    def may_nap(self) -> bool:
+        """Whether an idle engine may sleep: it is as usual, and has no pinned prefixes, which would be lost."""
+        return not self.is_active and not len(self._core.pins) and self._core.dead is None
+
     def nap(self) -> None:
-        """Sleep because the engine is idle. The next request wakes it up."""
-        if self.state == replace(self.state, is_paused=False, asleep=()) and not self._orders:
-            self.begin(Command("sleep", mode="wait"), self._begin_nap)
+        """Sleep because the engine is idle, as `may_nap` allows. The next request or update of weights wakes it up."""
+        self.begin(Command("sleep", mode="wait"), self._begin_nap)
 
     def _begin_nap(self, result: Result) -> None:
         self._naps = isinstance(result, StandbyState)
+        if isinstance(result, StandbyState):
+            logger.info("the engine sleeps, since it is idle; the next request wakes it up")
+        else:
+            logger.warning("the idle engine cannot sleep: %s", result)
 
     def _check(self, command: Command) -> None:
         """Refuse a command that cannot be carried out, before any request is ended for it."""
@@ -201,11 +214,11 @@ class Standby:
     def _sleep(self, level: int) -> None:
         executor, state = self._core.executor, self.state
         assert isinstance(executor, SleepingExecutor)
+        self._naps = False
         if set(state.asleep) == set(TAGS) and level <= state.sleep_level:
             return
         drop_blocks(self._scheduler, with_tiers=False)
         executor.sleep(level)
-        self._naps = False
         has_weights = state.has_weights and level == 1
         self.state = replace(state, sleep_level=max(level, state.sleep_level), asleep=TAGS, has_weights=has_weights)
 
@@ -222,6 +235,8 @@ class Standby:
     def _check_weights(self, command: Command) -> bool:
         executor = self._core.executor
         assert isinstance(executor, SleepingExecutor)
+        if self._naps:
+            self._wake(TAGS)
         if "weights" in self.state.asleep:
             raise InvalidRequest("engine", "is asleep, and its weights too", 'wake them up first: tags=["weights"]')
         try:
