@@ -533,7 +533,7 @@ def test_a_sleep_that_an_operator_orders_during_a_nap_lasts_until_the_operator_e
     edge.submit("b", [5, 6])
     edge.wait(lambda: "b" in edge.refusals())
     assert "is asleep" in edge.refusals()["b"].reason
-    assert naps.calls == [1]
+    assert naps.calls[-1] == 1
 
 
 def test_an_engine_with_pinned_prefixes_stays_awake(start: Start, connect: Connect) -> None:
