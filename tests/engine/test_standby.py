@@ -97,6 +97,16 @@ def test_another_checkpoint_on_disk_replaces_the_weights_and_the_own_one_comes_b
     assert llm.weight_version == "default"
 
 
+def test_a_model_that_is_served_without_its_indexer_takes_new_weights(tmp_path: Path) -> None:
+    case = FamilyCase("deepseek_v32", tmp_path, {"index_topk": SETTINGS["max_model_len"]})
+    expected = [_expected(case, each) for each in PROMPTS]
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.reload_weights()
+        assert answers(llm) == expected
+
+
 def test_some_layers_can_be_replaced_without_the_others(llm: LLM, pair: Pair) -> None:
     tensors = pair.tensors()
     for name in list(tensors):  # in three calls, layer by layer
