@@ -56,6 +56,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "what logprobs of prompts cost, and what continuations of one context save",
         ("--prompts", "4", "--repeats", "1"),
     ),
+    "hybrids": (
+        "small hybrid models with random weights: one stream, 8 streams, a prompt",
+        ("--shapes", "lfm2", "--repeats", "1"),
+    ),
     "lora": (
         "a batch in which every row has a LoRA adapter of its own, beside the same batch without",
         ("--adapters", "8", "--tokens-out", "32", "--repeats", "2"),

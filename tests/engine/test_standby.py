@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,16 @@ def test_another_checkpoint_on_disk_replaces_the_weights_and_the_own_one_comes_b
     assert llm.weight_version == "default"
 
 
+def test_a_model_that_is_served_without_its_indexer_takes_new_weights(tmp_path: Path) -> None:
+    case = FamilyCase("deepseek_v32", tmp_path, {"index_topk": SETTINGS["max_model_len"]})
+    expected = [_expected(case, each) for each in PROMPTS]
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.reload_weights()
+        assert answers(llm) == expected
+
+
 def test_some_layers_can_be_replaced_without_the_others(llm: LLM, pair: Pair) -> None:
     tensors = pair.tensors()
     for name in list(tensors):  # in three calls, layer by layer
@@ -155,6 +166,27 @@ def test_an_update_that_fails_half_way_is_named_and_no_request_runs_until_anothe
         llm.load_weights([(name, pair.tensors()[name]) for name in QKV])
     llm.load_weights(pair.tensors().items())
     assert answers(llm) == pair.after
+
+
+def test_own_files_that_were_written_anew_are_not_answered_from_blocks_of_the_old_ones(
+    pair: Pair, tmp_path: Path
+) -> None:
+    folder, long = tmp_path / "model", [*PROMPTS[0], *range(3, 40)]
+    shutil.copytree(pair.old.directory, folder)
+    with LLM(str(folder), **SETTINGS | {"num_kv_blocks": 8, "host_cache_memory": "16MiB"}) as llm:
+        first = _answer(llm, long)
+        for token in (1, 2):  # the blocks of the first prompt go to host memory
+            _answer(llm, [token] * 100)
+        shutil.copy(pair.new.directory / "model.safetensors", tmp_path / "new")
+        (tmp_path / "new").replace(folder / "model.safetensors")
+        llm.reload_weights()
+        again = _answer(llm, long)
+    with LLM(str(folder), **SETTINGS) as fresh:
+        assert again == _answer(fresh, long) != first
+
+
+def _answer(llm: LLM, prompt: list[int]) -> list[int]:
+    return list(llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
 
 
 @pytest.mark.parametrize(
@@ -364,6 +396,70 @@ def test_kept_requests_continue_with_new_weights_as_a_fresh_engine_would(pair: P
 
 async def _fill(llm: AsyncLLM, whole: list[int]) -> None:
     whole += _tokens(await _ask(llm, PROMPTS[0]))
+
+
+def test_a_command_that_waits_keeps_requests_that_cannot_run(pair: Pair) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        task = await _begun(llm)
+        async with asyncio.timeout(600):
+            await llm.pause_generation(mode="keep")
+            await llm.load_weights(pair.tensors().items(), mode="wait")
+            await llm.sleep(mode="wait")
+            await llm.wake_up(["weights"])
+            await llm.reload_weights(mode="wait")
+            await llm.wake_up()
+            assert not task.done()
+            await llm.pause_generation(mode="wait")  # lets them finish
+            assert len(_tokens(await task)) == LONG.max_tokens
+            await llm.resume_generation()
+            assert _tokens(await _ask(llm, PROMPTS[1], GREEDY)) == pair.before[1]
+
+    _run_async(pair, scenario)
+
+
+def test_kept_requests_are_not_lost_in_tiers_by_a_command_that_waits(pair: Pair) -> None:
+    async def scenario() -> None:
+        llm = AsyncLLM(str(pair.old.directory), **SETTINGS, host_cache_memory="16MiB")
+        try:
+            task = await _begun(llm)
+            async with asyncio.timeout(600):
+                await llm.pause_generation(mode="keep")
+                with pytest.raises(InvalidRequest, match="mode.*tiers"):
+                    await llm.sleep(mode="wait")
+                await llm.resume_generation()
+                assert len(_tokens(await task)) == LONG.max_tokens
+        finally:
+            llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_the_state_is_told_while_a_command_waits(pair: Pair) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        task = await _begun(llm)
+        pause = asyncio.create_task(llm.pause_generation(mode="wait"))
+        await asyncio.sleep(0)
+        assert not await llm.is_paused()
+        assert not task.done()
+        await pause
+        assert await llm.is_paused()
+
+    _run_async(pair, scenario)
+
+
+def test_an_error_of_the_caller_s_tensors_refuses_the_update_and_nothing_else(pair: Pair) -> None:
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        yield from list(pair.tensors().items())[:1]
+        raise RuntimeError("the trainer failed")
+
+    async def scenario(llm: AsyncLLM) -> None:
+        task = await _begun(llm)
+        with pytest.raises(InvalidRequest, match="the trainer failed"):
+            await llm.load_weights(tensors())
+        assert (await task).outputs[0].finish_reason == "length"
+        assert _tokens(await _ask(llm, PROMPTS[0], GREEDY)) == pair.before[0]
+
+    _run_async(pair, scenario)
 
 
 def test_an_update_that_is_refused_ends_no_request(pair: Pair) -> None:

@@ -13,7 +13,9 @@ from tests.families.matrix import NOT_YET
 from tiny_models import DEVICE
 
 pytest.importorskip("transformers")
-CALLED = {"deepseek_v32": 3, "glm_moe_dsa": 3}  # layers whose sparse attention a program calls in Python
+CALLED = {  # layers of which a program calls a part in Python
+    **dict.fromkeys(("apertus", "cohere-norms", "olmo-limit", "stablelm-norms", "deepseek_v32", "glm_moe_dsa"), 3),
+}
 WHOLE = "QUIRE_TEST_WHOLE" in os.environ  # make families: Triton's interpreter is slow, and the matrix runs it too
 
 

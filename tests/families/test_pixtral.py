@@ -19,6 +19,7 @@ from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.runtime.sampling.make import make_sampler
+from quire.serving.vision.image_reader import fitting_size
 from quire.types.decoding import BeamRules
 from quire.types.errors import ConfigError, InvalidRequest, ModelLoadError
 from quire.types.request import Submit
@@ -234,6 +235,11 @@ def test_what_is_not_supported_is_refused_by_name(
         ({"preprocessor_config.json": {"size": {"longest_edge": 7}}}, "size.longest_edge: must be a number of pixels"),
         ({"processor_config.json": {"patch_size": 14}}, "patch_size: is 14, and the tower's 4"),
         ({"processor_config.json": {"image_break_token": "<b>"}}, "<b>: is no token of the vocabulary"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"x": {"content": "[IMG_BREAK]"}}}}, "[IMG_BREAK]: is no"),
+        (
+            {"tokenizer_config.json": {}, "tokenizer.json": {"added_tokens": [1, {"id": 2}]}},
+            "tokenizer.json: [IMG_BREAK]",
+        ),
     ],
 )
 def test_images_that_are_prepared_otherwise_are_refused(
@@ -254,6 +260,10 @@ def test_the_longest_side_can_be_lowered(case: Case) -> None:
     limits = resolve_images(vision, None, {"longest_edge": 36}, 1_024, 16)
     assert limits is not None
     assert (limits.grid.max_tokens, limits.grid.max_bytes) == (5 * 6, 3 * 40 * 40)
+    least = resolve_images(vision, None, {"longest_edge": 8}, 1_024, 16)
+    assert least is not None
+    assert fitting_size(300, 200, least.grid) == (16, 16)  # as many tokens as a key needs
+    assert (least.grid.max_tokens, least.grid.max_pixels) == (2 * 3, 16 * 16)
     for value in (7, 65):
         with pytest.raises(ConfigError, match="choose 8 to 64"):
             resolve_images(vision, None, {"longest_edge": value}, 1_024, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quire.config.arguments import EngineArguments
 from quire.config.lengths import model_length, wanted_length, with_usable_indexer
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.serving.assembly import plan_engine
 from quire.serving.llm import LLM
 from quire.types.errors import ConfigError, ModelLoadError
 from quire.types.sampling import SamplingParams
@@ -209,6 +211,28 @@ def test_a_served_model_has_its_indexer_where_sequences_may_be_long(limit: int |
     with LLM(str(tmp_path), skip_tokenizer_init=True, dtype="float32", **options) as made:
         (found,) = made.generate([case.prompt(9)], params)
     assert list(found.outputs[0].token_ids) == case.expected(case.prompt(9))
+
+
+@pytest.mark.parametrize(("name", "in_pairs"), [("deepseek_v32", False), ("glm_moe_dsa", True)])
+def test_settings_of_rotary_positions_and_of_shared_choices_are_read(name: str, in_pairs: bool, tmp_path: Path) -> None:
+    written(name, tmp_path, indexer_types=None, index_topk_freq=1)
+    first = open_checkpoint(files_at(tmp_path)).config
+    assert first.indexer is not None
+    assert (first.indexer.in_pairs, first.rope.in_pairs, first.indexer.layers) == (in_pairs, True, (0, 1, 2))
+    change_config(tmp_path, indexer_rope_interleave=not in_pairs, rope_interleave=False)
+    change_config(tmp_path, indexer_types=["full", "shared", "full"])
+    second = open_checkpoint(files_at(tmp_path)).config
+    assert second.indexer is not None
+    assert (second.indexer.in_pairs, second.rope.in_pairs, second.indexer.layers) == (not in_pairs, False, (0, 2))
+
+
+def test_a_model_without_its_indexer_is_divided_where_its_layers_would_share_choices(tmp_path: Path) -> None:
+    case = written("glm_moe_dsa", tmp_path, indexer_types=["full", "full", "shared"], index_topk=64)
+    files = files_at(case.directory)
+    arguments = EngineArguments(device="cpu", pipeline_parallel_size=2, max_model_len=64, kv_cache_memory="8MiB")
+    assert plan_engine(files, arguments).config.parallel.pipeline == 2
+    with pytest.raises(ConfigError, match="layer 2 reads the tokens"):
+        plan_engine(files, replace(arguments, max_model_len=65))
 
 
 @pytest.mark.parametrize(

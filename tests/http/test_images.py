@@ -23,6 +23,7 @@ from quire.serving.http.generation.job import prepare_job
 from quire.serving.http.request_head import RequestHead
 from real_server import RealServer
 from tests.http.conftest import Serve
+from tests.unit.serving.vision.test_tile_prompts import write_smolvlm
 from tiny_served import FLAGS, write_tiny_vision_model
 
 Image = pytest.importorskip("PIL.Image")
@@ -135,6 +136,22 @@ def test_anthropics_blocks_are_taken_and_counted(case: Case) -> None:
     assert counted.json()["input_tokens"] == usage["prompt_tokens"]
     assert fetched.status_code == 400
     assert "nothing is fetched" in fetched.text
+
+
+def test_tiles_are_counted_before_a_request_as_in_its_answer(tmp_path: Path) -> None:
+    server = RealServer(write_smolvlm(tmp_path), FLAGS)
+    image = {"type": "base64", "media_type": "image/png", "data": encoded(picture(1, 45, 30))}
+    asked = [{"role": "user", "content": [{"type": "image", "source": image}, {"type": "text", "text": "what?"}]}]
+    try:
+        with server.client() as client:
+            found = client.post("/v1/messages", json={"messages": asked, "max_tokens": 2})
+            counted = client.post("/v1/messages/count_tokens", json={"messages": asked})
+            engine = client.get("/v1/capabilities").json()["engine"]
+    finally:
+        server.close()
+    assert found.status_code == counted.status_code == 200, found.text
+    assert counted.json()["input_tokens"] == found.json()["usage"]["input_tokens"] > 7 * 4
+    assert engine["images"] == {"max_images": 16, "min_pixels": 16**2, "max_pixels": 10 * 16**2}
 
 
 def test_anthropics_blocks_are_refused_by_their_own_fields(case: Case) -> None:

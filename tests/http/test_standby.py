@@ -11,8 +11,9 @@ import pytest
 from http_server import TestServer, digests
 from quire.config.arguments import EngineArguments
 from quire.config.server import AccessConfig
+from quire.engine.command_messages import order_of
 from quire.types.errors import InvalidRequest, QuireError
-from quire.types.standby import WeightUpdate
+from quire.types.standby import Command, WeightUpdate
 from tests.http.conftest import Serve
 
 ADMIN, USER = {"Authorization": "Bearer admin"}, {"Authorization": "Bearer user"}
@@ -111,6 +112,21 @@ def test_a_sleeping_engine_refuses_requests_with_503_until_it_wakes_up(server: T
     assert memory.calls == [2, ("weights",), ("kv_cache",), None, "applied"]
 
 
+def test_a_request_wakes_an_engine_that_sleeps_because_it_was_idle(server: TestServer, memory: FakeMemory) -> None:
+    link: Any = server.link
+    for _ in range(2):
+        link.do(link.core.standby.nap)
+        state = server.get("/is_sleeping", headers=ADMIN).json()
+        assert state["is_sleeping"]
+        assert state["asleep"] == ["weights", "kv_cache"]
+        assert ask(server).status_code == 200
+        assert not server.get("/is_sleeping", headers=ADMIN).json()["is_sleeping"]
+    link.do(link.core.standby.nap)
+    assert post(server, "/update_weights_from_disk").json()["success"]
+    assert not server.get("/is_sleeping", headers=ADMIN).json()["is_sleeping"]
+    assert memory.calls == [*([1, ("weights", "kv_cache")] * 3), None, "applied"]
+
+
 def test_a_wake_up_without_memory_is_a_503_and_the_engine_still_sleeps(server: TestServer, memory: FakeMemory) -> None:
     post(server, "/release_memory_occupation")
     memory.has_room = False
@@ -158,6 +174,20 @@ def test_an_update_takes_a_folder_of_the_operator_and_a_version(server: TestServ
 def test_a_wrong_query_is_refused(server: TestServer, query: str) -> None:
     assert post(server, query).status_code == 400
     assert not server.get("/is_sleeping", headers=ADMIN).json()["is_sleeping"]
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/pause", "/resume"])
+def test_a_body_is_not_ignored(server: TestServer, path: str) -> None:
+    answer = post(server, path, {"level": 2})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "body.level"
+    assert not server.get("/is_sleeping", headers=ADMIN).json()["is_sleeping"]
+
+
+@pytest.mark.parametrize("command", [Command("wake_up", tags=("all",)), Command("sleep", level=3)])  # type: ignore[arg-type]
+def test_no_message_is_made_that_the_engine_cannot_decode(command: Command) -> None:
+    with pytest.raises(InvalidRequest):
+        order_of(1, command)
 
 
 @pytest.mark.parametrize(("stop", "go"), [("/pause", "/resume"), ("/pause_generation", "/continue_generation")])

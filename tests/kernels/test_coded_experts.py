@@ -141,6 +141,17 @@ def test_blocks_multiply_small_tiles_of_many_experts_by_more_panels() -> None:
     assert choose_groups(64, 768, 32) == choose_groups(128, 4096, 32) == 3
 
 
+def test_the_kernels_of_all_steps_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = set()
+    monkeypatch.setattr(coded_experts, "_begin", lambda kind, _: begun.add((kind.tile, kind.groups)))
+    monkeypatch.setattr(coded_experts, "is_compiling_only", lambda: True)
+    stack, _ = make_stack(5, 64, 64, interleaved=False)
+    routing = route(rand(1, 5), USED, GroupedTiling(32, 64, 64, 4, 3), is_normalized=True)
+    coded_product(place_rows(rand(1, 64).to(BF16), routing, 32, num_used=USED), stack, routing)
+    steps = [(choose_coded_tile(pairs, 5), pairs) for pairs in range(1, 1000)]
+    assert begun == {(tile, choose_groups(tile, pairs, 5)) for tile, pairs in steps if tile is not None}
+
+
 def products(
     stack: CodedStack, values: Stack, tokens: int, tile: int, activation: str | None, clamp: Clamp | None
 ) -> tuple[PlacedRows | Tensor, Tensor, Routing, Tensor]:

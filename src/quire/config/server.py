@@ -127,6 +127,7 @@ class ServerConfig:
     step_timeout: float = DEFAULT_STEP_TIMEOUT  # seconds after which a step counts as hung
     load_timeout: float = DEFAULT_LOAD_TIMEOUT  # seconds without progress after which loading counts as hung
     edge_timeout: float = DEFAULT_EDGE_TIMEOUT  # seconds without an answer after which an edge counts as hung
+    sleep_idle_seconds: float | None = None  # seconds without a request after which the engine sleeps; None: never
     max_restart_delay: float = DEFAULT_MAX_RESTART_DELAY  # the longest pause between two restarts of a process
     limits: dict[str, int] = field(default_factory=dict)
     log_level: str = "info"

@@ -50,8 +50,8 @@ class ImageGrid:
 
     @property
     def max_side(self) -> int:
-        """The most squares on one side of an image whose sides are limited."""
-        return -(-self.longest // self.unit)
+        """The most squares on one side of an image whose sides are limited. Images of too few tokens get two."""
+        return max(2, -(-self.longest // self.unit))
 
     @property
     def max_vectors(self) -> int:
@@ -186,8 +186,8 @@ def _changed(grid: ImageGrid, kwargs: Mapping[str, Any]) -> ImageGrid:
             raise ConfigError("mm_processor_kwargs.longest_edge", f"is {longest}", fix)
         if grid.tile:
             return replace(grid, longest=longest)
-        side = -(-longest // grid.unit) * grid.unit
-        return replace(grid, longest=longest, max_pixels=side**2)
+        changed = replace(grid, longest=longest)
+        return replace(changed, max_pixels=changed.max_vectors * grid.unit**2)
     changed, least = replace(grid, **kwargs), FEWEST_TOKENS * grid.unit**2
     if not least <= changed.min_pixels <= changed.max_pixels <= grid.max_pixels:
         reason = f"min_pixels is {changed.min_pixels} and max_pixels {changed.max_pixels}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from quire.types.errors import InvalidRequest, QuireError
-from quire.types.standby import Action, Command, PauseMode, StandbyState, Tag, WeightUpdate
+from quire.types.standby import Action, Command, PauseMode, StandbyState, Tag, WeightUpdate, check_command
 
 
 class RunCommand(msgspec.Struct, frozen=True, tag="command"):
@@ -27,8 +27,9 @@ class RunCommand(msgspec.Struct, frozen=True, tag="command"):
 
 
 def order_of(number: int, command: Command) -> RunCommand:
-    """Return the message for a command."""
-    one = command
+    """Return the message for a command. Raises InvalidRequest: an engine does not answer messages that it cannot
+    decode."""
+    one = check_command(command)
     return RunCommand(number, one.action, one.mode, one.clears_cache, one.level, one.tags, one.update.path, one.version)
 
 

@@ -357,7 +357,9 @@ class EngineCore:
         return self._groups.get(request_id)
 
     def stats(self) -> EngineStats:
-        return self._counters.stats(self._scheduler, self._paced, self._cache, self.adapters)
+        return self._counters.stats(
+            self._scheduler, self._paced, self._cache, self.adapters, self.standby.state.sleep_level
+        )
 
     @property
     def num_ready(self) -> int:

@@ -33,7 +33,7 @@ class Counters:
         self._step_seconds += seconds
 
     def stats(
-        self, scheduler: Scheduler, paced: PacedResults, cache: CacheConfig, adapters: AdapterTable
+        self, scheduler: Scheduler, paced: PacedResults, cache: CacheConfig, adapters: AdapterTable, sleep_level: int
     ) -> EngineStats:
         pool, pins, reuse = scheduler.pool, scheduler.pins, scheduler.reuse
         blocks = BlockStats(
@@ -72,4 +72,5 @@ class Counters:
             accepted_tokens=paced.num_accepted,
             drafts=paced.num_drafts,
             adapters=adapters.stats(),
+            sleep_level=sleep_level,
         )

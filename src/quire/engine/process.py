@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +49,7 @@ from quire.types.request import Abort, Submit
 
 logger = logging.getLogger("quire.engine")
 _POOLED_BYTES = 16 * 2**20  # most bytes of pooled results in one message
+_TIMER_SECONDS = 1e-3  # shorter waits end at once
 IDLE_SECONDS = 0.05  # after this long without a message, the engine counts as idle
 
 
@@ -74,6 +77,8 @@ class EngineLoop:
         self._waking = threading.Lock()
         self._stopping = self._closed = False
         self._prepares = True  # `when_idle` may have something left to do
+        self._idle_since: float | None = None  # None: not known yet
+        self.nap_seconds: float | None = None  # after this long without a request, the core sleeps; None: never
         self._reader = ThreadPoolExecutor(1, "adapters")  # reads LoRA adapters, one after the other
         self._read: deque[tuple[int, LoadAdapter, AdapterInfo | InvalidRequest]] = deque()  # filled by that thread
         self.between_steps: Callable[[], None] = lambda: None  # called after each step, when its output is sent
@@ -106,6 +111,7 @@ class EngineLoop:
             self._receive()
             self._receive_during_slack()
             if core.has_work:
+                self._idle_since = None
                 progress.begin_step()
                 out = core.step()
                 if core.dead is not None:
@@ -147,12 +153,29 @@ class EngineLoop:
     def _sleep(self) -> None:
         """Block until an edge sends a message or another thread calls `_wake_up`. After a period without messages, call
         `when_idle` to do work for later steps, in small parts."""
-        pause = IDLE_SECONDS if self._prepares else None
-        while not self._edges.wait(self._wake, pause):
+        is_asleep = self._standby is not None and self._standby.state.is_sleeping
+        pause = IDLE_SECONDS if self._prepares and not is_asleep else None  # captures use memory that was given back
+        nap = self._seconds_to_nap()
+        while not self._edges.wait(self._wake, min((each for each in (pause, nap) if each is not None), default=None)):
+            nap = self._seconds_to_nap()
+            if nap == 0.0 and self._standby is not None:
+                self._standby.nap()
+                pause, nap, self._idle_since = None, None, math.inf  # if it failed, not again before the next request
+                continue
             pause = self.when_idle()
             self._prepares = pause is not None
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
+
+    def _seconds_to_nap(self) -> float | None:
+        """Return the seconds after which the idle core is to sleep, or None if it is not to."""
+        if self.nap_seconds is None or self._standby is None or not self._standby.may_nap:
+            return None
+        now = time.monotonic()
+        if self._idle_since is None:
+            self._idle_since = now
+        seconds = self._idle_since + self.nap_seconds - now
+        return None if seconds == math.inf else 0.0 if seconds < _TIMER_SECONDS else seconds
 
     def _receive_during_slack(self) -> None:
         """Receive messages for as long as the core can delay its next step without delaying any request."""
@@ -175,6 +198,7 @@ class EngineLoop:
 
     def _handle(self, edge: int, message: ToEngine) -> None:
         if isinstance(message, Submit):
+            self._idle_since = None
             self._queue(edge, self._submit(edge, message))
         elif isinstance(message, Abort):
             if self._routes.edge_of(message.request_id) == edge:
@@ -204,6 +228,8 @@ class EngineLoop:
 
     def _run_command(self, edge: int, order: RunCommand) -> None:
         """Start a command. Its answer is sent when it is done."""
+        if order.action != "state":
+            self._idle_since = None
         if isinstance(self._core, EncoderCore):
             error = InvalidRequest(
                 "engine", "is an encoder, which has no commands", "serve a model that generates text"

@@ -3,6 +3,7 @@ out one after the other, each when the requests that it ends or waits for have e
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sized
@@ -22,6 +23,8 @@ from quire.types.standby import AWAKE, TAGS, Command, PauseMode, StandbyState, W
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
     from quire.engine.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger("quire.engine")
 
 Result = StandbyState | QuireError
 Done = Callable[[Result], None]
@@ -86,8 +89,17 @@ class Standby:
     @property
     def stops(self) -> bool:
         """Whether no step may be launched."""
-        keeps = self._keeps or (bool(self._orders) and self._orders[0].command.mode == "keep")
-        return keeps or bool(self.state.asleep) or not self.state.has_weights
+        return self._is_stopped or (bool(self._orders) and self._mode(self._orders[0].command) == "keep")
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether the commands that were carried out let no step be launched."""
+        return self._keeps or bool(self.state.asleep) or not self.state.has_weights
+
+    def _mode(self, command: Command) -> PauseMode:
+        """Return what happens to live requests. Those that cannot run now would never end: `wait` keeps them."""
+        never_end = command.mode == "wait" and self._is_stopped and self._live.num_started > 0
+        return "keep" if never_end else command.mode
 
     @property
     def rests(self) -> bool:
@@ -97,12 +109,14 @@ class Standby:
     def admit(self) -> None:
         """Wake up from a nap for a new request. Raises InvalidRequest if the engine takes none."""
         if self._naps and self.state.asleep:
-            self._naps = False
             try:
                 self._wake(TAGS)
+            except EngineDead:
+                raise
             except QuireError as error:
                 raise InvalidRequest("engine", f"could not wake up: {error}", "try again later") from None
-            self.is_active = bool(self._orders)
+            logger.info("the engine woke up for a request")
+            self.is_active = bool(self._orders) or self.state.is_paused or not self.state.has_weights
         if (refusal := self.state.refusal) is not None:
             raise refusal
 
@@ -114,6 +128,9 @@ class Standby:
             if core.dead is not None:
                 raise EngineDead(core.dead)
             command = check_command(command)
+            if command.action == "state":  # not after commands that wait
+                done(replace(self.state, num_ended=0))
+                return
             self._check(command)
             is_first = command.action == "update_weights" and not self._orders
             is_all = self._check_weights(command) if is_first else None  # before any request is ended for it
@@ -129,7 +146,9 @@ class Standby:
         """Carry out the commands whose time has come."""
         while self._orders:
             order = self._orders[0]
-            if self._core.dead is None and _drains(order.command) and not self._is_drained(order.command.mode):
+            if order.command.action == "pause" and order.command.mode == "wait":
+                self._keeps = False  # requests that another pause keeps finish too
+            if self._core.dead is None and _drains(order.command) and not self._is_drained(self._mode(order.command)):
                 return
             result: Result
             try:
@@ -142,17 +161,25 @@ class Standby:
                 self.is_active = bool(self._orders or state.is_paused or state.asleep) or not state.has_weights
             order.done(result)
 
+    @property
+    def may_nap(self) -> bool:
+        """Whether an idle engine may sleep: it is as usual, and has no pinned prefixes, which would be lost."""
+        return not self.is_active and not len(self._core.pins) and self._core.dead is None
+
     def nap(self) -> None:
-        """Sleep because the engine is idle. The next request wakes it up."""
-        if self.state == replace(self.state, is_paused=False, asleep=()) and not self._orders:
-            self.begin(Command("sleep", mode="wait"), self._begin_nap)
+        """Sleep because the engine is idle, as `may_nap` allows. The next request or update of weights wakes it up."""
+        self.begin(Command("sleep", mode="wait"), self._begin_nap)
 
     def _begin_nap(self, result: Result) -> None:
         self._naps = isinstance(result, StandbyState)
+        if isinstance(result, StandbyState):
+            logger.info("the engine sleeps, since it is idle; the next request wakes it up")
+        else:
+            logger.warning("the idle engine cannot sleep: %s", result)
 
     def _check(self, command: Command) -> None:
         """Refuse a command that cannot be carried out, before any request is ended for it."""
-        if command.action in ("state", "resume"):
+        if command.action == "resume":
             return
         if self._is_recorded:
             raise InvalidRequest("record", "is on, and a recording cannot hold this", "start the engine without it")
@@ -160,16 +187,17 @@ class Standby:
             return
         if not isinstance(self._core.executor, SleepingExecutor):
             raise InvalidRequest("engine", "runs on an executor that cannot do this", "use another executor")
-        if command.mode == "keep" and self._has_tiers and command.action in ("sleep", "update_weights"):
-            reason = "'keep' is not supported with host, disk or remote tiers"
-            raise InvalidRequest("mode", reason, "use abort or wait, or start the engine without tiers")
+        if self._mode(command) == "keep" and self._has_tiers and command.action in ("sleep", "update_weights"):
+            reason = "would keep live requests, which is not supported with host, disk or remote tiers"
+            raise InvalidRequest("mode", reason, "use abort, or start the engine without tiers")
 
     def _run(self, order: _Order) -> StandbyState:
         core, command = self._core, order.command
         if core.dead is not None:
             raise EngineDead(core.dead)
+        self._check(command)  # commands before it have changed what can be kept
         if command.action == "pause":
-            self._keeps = command.mode == "keep"
+            self._keeps = self._mode(command) == "keep"
             if command.clears_cache and not self._keeps and not self.state.asleep:
                 core.reset_cache()
             self.state = replace(self.state, is_paused=True)
@@ -186,11 +214,11 @@ class Standby:
     def _sleep(self, level: int) -> None:
         executor, state = self._core.executor, self.state
         assert isinstance(executor, SleepingExecutor)
+        self._naps = False
         if set(state.asleep) == set(TAGS) and level <= state.sleep_level:
             return
         drop_blocks(self._scheduler, with_tiers=False)
         executor.sleep(level)
-        self._naps = False
         has_weights = state.has_weights and level == 1
         self.state = replace(state, sleep_level=max(level, state.sleep_level), asleep=TAGS, has_weights=has_weights)
 
@@ -207,9 +235,16 @@ class Standby:
     def _check_weights(self, command: Command) -> bool:
         executor = self._core.executor
         assert isinstance(executor, SleepingExecutor)
+        if self._naps:
+            self._wake(TAGS)
         if "weights" in self.state.asleep:
             raise InvalidRequest("engine", "is asleep, and its weights too", 'wake them up first: tags=["weights"]')
-        is_all = executor.check_weights(command.update)
+        try:
+            is_all = executor.check_weights(command.update)
+        except QuireError:
+            raise
+        except Exception as error:  # of the caller's tensors, or of files: nothing has changed
+            raise InvalidRequest("weights", f"cannot be read: {error!r:.300}", "check them") from error
         if not is_all and not self.state.has_weights:
             reason = "are not all that the model has, and those of the engine were dropped"
             raise InvalidRequest("weights", reason, "load a whole model first")
@@ -222,9 +257,9 @@ class Standby:
         executor = self._core.executor
         assert isinstance(executor, SleepingExecutor)
         is_own = command.update == WeightUpdate()
-        namespace = self._namespace if is_own else self._namespace + secrets.token_bytes(16)
-        drop_blocks(self._scheduler, with_tiers=self._scheduler.tree.namespace != namespace)
-        self._scheduler.tree.namespace = namespace
+        drop_blocks(self._scheduler, with_tiers=True)
+        # The model's own files get another key too: they may have been written anew.
+        self._scheduler.tree.namespace = self._namespace + secrets.token_bytes(16)
         self.state = replace(self.state, has_weights=False)
         try:
             executor.apply_weights()

@@ -132,7 +132,7 @@ def check_images(request: Submit, limits: ImageLimits | None) -> None:
         end = image.end
     if sum(len(image.pixels) for image in images) > MAX_PIXEL_BYTES:
         reason = f"have more than {MAX_PIXEL_BYTES // 3:,} pixels in all"
-        raise InvalidRequest("images", reason, "send fewer or smaller ones, or lower max_pixels")
+        raise InvalidRequest("images", reason, "send fewer or smaller ones, or set mm_processor_kwargs")
     covered = sum(prompt[image.start : image.end].count(grid.token_id) for image in images)
     wanted = sum(image.num_placeholders for image in images)
     if covered != wanted or prompt.count(grid.token_id) != wanted:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import zmq
 
+from quire.engine.command_messages import CommandAnswer
 from quire.engine.messages import (
     MAX_MESSAGE,
     AdapterAnswer,
@@ -190,6 +191,8 @@ def _instead(message: FromEngine) -> FromEngine | None:
         return Lost(f"the engine failed, and {_UNSAID}")
     if isinstance(message, AdapterAnswer):
         return AdapterAnswer(message.number, None, "lora_name", f"the answer is lost: {_UNSAID}")
+    if isinstance(message, CommandAnswer):
+        return CommandAnswer(message.number, None, reason=f"the command failed, and {_UNSAID}")
     if not isinstance(message, TokensOut) or not message.finished:
         return None
     (end,) = message.finished

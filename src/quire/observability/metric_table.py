@@ -59,6 +59,12 @@ METRICS: tuple[Metric, ...] = (
         "Share of the token slots in used KV cache blocks that hold no token, from 0 to 1.",
         "engine",
     ),
+    Metric(
+        "engine_sleep_level",
+        "gauge",
+        "Sleep level of the engine: 0 awake, 1 asleep, 2 asleep and without weights.",
+        "engine",
+    ),
     Metric("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.", "engine"),
     Metric("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", "engine"),
     Metric("prefix_cache_evicted_blocks", "counter", "KV blocks that were evicted from the prefix cache.", "engine"),

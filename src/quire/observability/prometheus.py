@@ -118,6 +118,7 @@ def _values(stats: EngineStats) -> dict[str, float]:
         "kv_cache_usage_perc": blocks.used / blocks.total if blocks.total else 0.0,
         "kv_cache_capacity_tokens": blocks.total * blocks.block_size,
         "kv_cache_waste_perc": blocks.waste,
+        "engine_sleep_level": stats.sleep_level,
         "prefix_cache_queries": stats.prefix_queries,
         "prefix_cache_hits": stats.prefix_hits,
         "prefix_cache_evicted_blocks": stats.evicted_blocks,

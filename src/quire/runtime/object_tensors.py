@@ -142,7 +142,7 @@ def _is_packed(cell: CellType) -> bool:
 
 def _is_same_value(one: object, other: object) -> bool:
     """Whether two values without members, or of other libraries, count as equal."""
-    return one == other if isinstance(one, bool | str | bytes | torch.dtype | torch.device) else True
+    return one == other if isinstance(one, int | float | str | bytes | torch.dtype | torch.device) else True
 
 
 def _is_own(one: object) -> bool:

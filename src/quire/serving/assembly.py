@@ -238,10 +238,10 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
     draft = None if draft_files is None else read_model_config(draft_files)
     if draft is not None and draft.mtp is None:
         check_drafts(draft.architecture)
-    parallel = read_arguments(arguments).parallel
-    models_of_ranks(model, parallel)  # raises if there are too many ranks, before weights are counted
-    facts = detect_hardware()
+    parallel, facts = read_arguments(arguments).parallel, detect_hardware()
     model = with_usable_indexer(model, arguments, facts.device)
+    models_of_ranks(model, parallel)  # raises if there are too many ranks, before weights are counted
+    draft = None if draft is None else with_usable_indexer(draft, arguments, facts.device)
     counted = count_rank_weights(model, parallel)
     config, memory = resolve_engine_config(arguments, facts, counted, draft, offline=offline)
     modules = read_modules(arguments.lora_modules, enable=arguments.enable_lora)

@@ -273,8 +273,11 @@ class RequestMaker:
             raise InvalidRequest("multi_modal_data", "this model takes text only", fix)
         from quire.serving.vision.replacements import with_replacements  # imported late: only for prompts with images
 
-        reader = self.images
-        images = tuple(reader.prepare("multi_modal_data.image", picture) for picture in prompt.pictures)
+        reader, field, images = self.images, "multi_modal_data.image", list[PromptImage]()
+        budget = reader.make_budget()
+        for picture in prompt.pictures:
+            budget.add_one(field)
+            images.append(reader.prepare(field, picture, budget))
         text = None if prompt.text is None else with_replacements(prompt.text, reader.limits.grid, images)
         return replace(prompt, text=text, images=(*prompt.images, *images), pictures=())
 

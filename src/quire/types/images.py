@@ -47,6 +47,11 @@ class PromptImage:
     def num_placeholders(self) -> int:
         return self.rows * self.columns
 
+    @property
+    def num_added(self) -> int:
+        """Tokens that a prompt gains when the placeholders of this picture and of its tiles, one each, become spans."""
+        return sum(piece.num_tokens - 1 for piece in (*self.tiles, self))
+
     def placeholders_before(self, index: int) -> int:
         """Return how many of the first `index` tokens of the span are placeholders."""
         row, column = divmod(index, self.columns + self.gap)

@@ -79,8 +79,8 @@ NO_TIERS = TierStats()
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Statistics of the engine: counters since its start, except `running`, `waiting`, `pinned_prefixes` and `blocks`,
-    which are current values. Times are in seconds."""
+    """Statistics of the engine: counters since its start, except `running`, `waiting`, `pinned_prefixes`, `blocks`
+    and `sleep_level`, which are current values. Times are in seconds."""
 
     steps: int
     running: int
@@ -108,6 +108,7 @@ class EngineStats:
     accepted_tokens: int = 0  # draft tokens that were accepted
     drafts: int = 0  # drafts that were verified
     adapters: AdapterStats = NO_ADAPTERS
+    sleep_level: int = 0  # 0: awake
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from engine_thread import EngineThread, PlainEdge
+from engine_thread import PATIENCE, EngineThread, PlainEdge
 from fake_executor import continuation
 from quire.config.engine import SchedulerConfig
 from quire.engine import messages, transport
+from quire.engine.command_messages import CommandAnswer, order_of
 from quire.engine.messages import (
     AdapterAnswer,
     Ask,
@@ -26,10 +29,11 @@ from quire.engine.messages import (
 )
 from quire.engine.process import _split_large
 from quire.engine.submission import MAX_ANSWER, check_answer_size
-from quire.types.errors import InvalidRequest
+from quire.types.errors import InvalidRequest, QuireError
 from quire.types.output import Finished, SampleEnd, TokensOut
 from quire.types.request import Abort, Submit
 from quire.types.sampling import SamplingParams
+from quire.types.standby import Command
 from quire.types.step import TokenLogprobs
 
 Start = Callable[..., EngineThread]
@@ -449,3 +453,94 @@ def test_pooled_rows_of_a_step_go_in_messages_of_bounded_size() -> None:
     assert [[end.request_id for end in one.finished] for one in messages] == [["0", "1", "2"], ["3"], ["4"], ["5", "6"]]
     assert [len(one.samples) for one in messages] == [2, 0, 0, 0]
     assert {one.step for one in messages} == {3}
+
+
+class Naps:
+    """Gives an engine an executor that can sleep, and notes what it was asked for."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self.calls: list[object] = []
+        self.fails = False
+        executor: Any = engine.executor
+        executor.sleep, executor.wake_up = self._sleep, self.calls.append
+        executor.check_weights = executor.apply_weights = self.calls.append
+        engine.loop.nap_seconds = 0.02
+
+    def _sleep(self, level: int) -> None:
+        self.calls.append(level)
+        if self.fails:
+            raise QuireError("no room")
+
+
+def level_of(edge: PlainEdge, number: int) -> int:
+    """The engine's sleep level, by its statistics."""
+    edge.say(Ask(number, "stats"))
+    edge.wait(lambda: any(isinstance(said, StatsAnswer) and said.number == number for said in edge.heard))
+    return next(s.stats.sleep_level for s in edge.heard if isinstance(s, StatsAnswer) and s.number == number)
+
+
+def test_an_idle_engine_sleeps_and_the_next_request_wakes_it_up(start: Start, connect: Connect) -> None:
+    engine, deadline = start(), time.monotonic() + PATIENCE
+    naps, edge = Naps(engine), connect(engine)
+    for round_ in range(3):
+        edge.submit(f"r{round_}", [5, 6])
+        edge.wait(lambda name=f"r{round_}": edge.has_ended(name))  # type: ignore[misc]
+        assert edge.stream(edge.handles()[f"r{round_}"])
+        number = 100 * round_
+        while not level_of(edge, number := number + 1):  # these questions do not keep it awake
+            assert time.monotonic() < deadline
+    assert naps.calls[:3] == [1, ("weights", "kv_cache"), 1]
+    assert not edge.refusals()
+
+
+def test_an_engine_that_cannot_sleep_or_wake_up_says_so_and_tries_again_later(
+    start: Start, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start()
+    naps, edge = Naps(engine), connect(engine)
+    naps.fails = True
+    edge.submit("a", [5, 6])
+    edge.wait(lambda: bool(naps.calls))
+    edge.submit("b", [5, 6])
+    edge.wait(lambda: edge.has_ended("b"))
+    assert "the idle engine cannot sleep: no room" in caplog.text
+    naps.fails = False
+    edge.submit("c", [5, 6])
+    edge.wait(lambda: edge.has_ended("c") and engine.core.standby.state.is_sleeping)
+    executor: Any = engine.executor
+
+    def full(tags: object) -> None:
+        raise QuireError("the device is full")
+
+    executor.wake_up = full
+    edge.submit("d", [5, 6])
+    edge.wait(lambda: "d" in edge.refusals())
+    assert "could not wake up: the device is full" in edge.refusals()["d"].reason
+    executor.wake_up = naps.calls.append
+    edge.submit("e", [5, 6])
+    edge.wait(lambda: edge.has_ended("e"))
+
+
+def test_a_sleep_that_an_operator_orders_during_a_nap_lasts_until_the_operator_ends_it(
+    start: Start, connect: Connect
+) -> None:
+    engine = start()
+    naps, edge = Naps(engine), connect(engine)
+    edge.submit("a", [5, 6])
+    edge.wait(lambda: engine.core.standby.state.is_sleeping)
+    edge.say(order_of(1, Command("sleep", mode="wait")))
+    edge.wait(lambda: any(isinstance(said, CommandAnswer) for said in edge.heard))
+    edge.submit("b", [5, 6])
+    edge.wait(lambda: "b" in edge.refusals())
+    assert "is asleep" in edge.refusals()["b"].reason
+    assert naps.calls[-1] == 1
+
+
+def test_an_engine_with_pinned_prefixes_stays_awake(start: Start, connect: Connect) -> None:
+    engine = start()
+    naps, edge = Naps(engine), connect(engine)
+    edge.say(Submit("p", tuple(range(3, 11)), SamplingParams(max_tokens=1), pin="rules"))
+    edge.wait(lambda: edge.has_ended("p"))
+    assert len(engine.core.pins) == 1
+    assert not engine.core.standby.may_nap
+    assert not naps.calls

@@ -32,6 +32,7 @@ NAMES = [
     "quire:cache_tier_used_blocks",
     "quire:e2e_request_latency_seconds",
     "quire:engine_restarts_total",
+    "quire:engine_sleep_level",
     "quire:engine_step_seconds_total",
     "quire:engine_steps_total",
     "quire:engine_up",

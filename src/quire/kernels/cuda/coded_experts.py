@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -136,7 +137,7 @@ def coded_product(
     dependent: bool = False,
 ) -> PlacedRows | Tensor:
     """Multiply each pair's row by the weight of its expert, accumulating in float32. Returns rows in places, or
-    without an activation a tensor [pairs, outputs]. Inside `compiling_only` nothing is launched: the kernels for tiles
+    without an activation a tensor [pairs, outputs]. Inside `compiling_only` nothing is launched: the kernels for steps
     of all sizes are compiled in the background."""
     tiles, tile = len(routing.tile_experts), x.tile
     gated, pairs = activation is not None, routing.chosen.numel()
@@ -161,8 +162,8 @@ def coded_product(
     )  # fmt: skip
     compiled = _begin(kind, x.data.device)
     if is_compiling_only():
-        for other in WIDTHS:
-            _begin(kind._replace(tile=other, groups=choose_groups(other, 0, 1)), x.data.device)
+        for other, share in product(WIDTHS, (0, _MANY_PAIRS)):
+            _begin(kind._replace(tile=other, groups=choose_groups(other, share, 1)), x.data.device)
         return out
     limit, alpha, shift = clamp or Clamp(0.0)
     panels, steps = stack.data.shape[1:3]

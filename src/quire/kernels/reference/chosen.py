@@ -24,7 +24,7 @@ def choose_tokens(queries: Tensor, keys: Tensor, weights: Tensor, positions: Ten
     """Return the positions of the `num_chosen` tokens with the highest scores for each query [tokens, chosen], of those
     at `positions` [tokens] and before. Where there are fewer, later positions fill the row."""
     step = max(1, SCORES_AT_ONCE // (len(keys) * queries.shape[1]))
-    seen, found = torch.arange(len(keys), device=keys.device), []
+    seen, found, keys = torch.arange(len(keys), device=keys.device), [], keys.float()  # once, not for each split
     for some in torch.arange(len(queries), device=keys.device).split(step):
         scores = score_tokens(queries[some], keys, weights[some])
         scores.masked_fill_(seen > positions[some, None], float("-inf"))

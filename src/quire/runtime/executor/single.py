@@ -225,6 +225,8 @@ class SingleExecutor:
             raise EngineDead("the executor was closed")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        if method == "apply_weights":
+            self._worker.forget_images()
         return getattr(self.standby, method)(*arguments)
 
     def check(self) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quire.runtime.layers.builder import LayerBuilder
 
 EPS = 1e-6  # of the norm of keys
+DENSE_LENGTHS = 2  # below this many times the chosen tokens, reading all latents for several tokens is faster
 _CHOSEN = "chosen tokens"  # memo key
 
 
@@ -131,17 +132,21 @@ class ChosenTokens:
     def attend(self, query: Tensor, cache: LayerCache, rule: AttentionRule) -> Tensor:
         rank, size = cache.value.shape[3], cache.key.shape[2]
         out = query.new_empty(*query.shape[:2], rank)
-        for span, chosen in self.spans:
-            tokens = slice(span.begin, span.begin + span.num_tokens)
-            positions = span.positions
-            if span.num_tokens == 1:  # reads the chosen latents alone
-                seen = chosen[0][chosen[0] <= positions]
-                chosen = positions = torch.arange(len(seen), device=query.device)
-                chosen, positions = chosen[None], positions[-1:]
-            else:
-                seen = torch.arange(span.length, device=query.device)
+
+        def attend(span: ChunkSpan, tokens: slice, seen: Tensor, chosen: Tensor, positions: Tensor) -> None:
             latents = indexable(cache.key)[span.block_ids[seen // size], 0, seen % size].view(cache.key.dtype)
             out[tokens] = attend_chosen(query[tokens], latents, chosen, positions, rule.scale, rank)
+
+        for span, chosen in self.spans:
+            if span.length < DENSE_LENGTHS * chosen.shape[1] and span.num_tokens > 1:
+                seen = torch.arange(span.length, device=query.device)
+                attend(span, slice(span.begin, span.begin + span.num_tokens), seen, chosen, span.positions)
+                continue
+            for token, own in enumerate(chosen):  # reads its chosen latents alone
+                seen = own[own <= span.start + token]
+                places = torch.arange(len(seen), device=query.device)
+                at = span.begin + token
+                attend(span, slice(at, at + 1), seen, places[None], places[-1:])
         return out.flatten(1)
 
 

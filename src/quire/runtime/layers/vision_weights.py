@@ -24,14 +24,17 @@ class Ranges(WeightLayer):
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
         self.weight = build.placement.empty(4)
-        self.of_inputs = self.of_outputs = (0.0, 0.0)
+
+    @property
+    def of_inputs(self) -> tuple[Tensor, Tensor]:
+        return self.weight.data[0], self.weight.data[1]
+
+    @property
+    def of_outputs(self) -> tuple[Tensor, Tensor]:
+        return self.weight.data[2], self.weight.data[3]
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self.parts.index(part)]
-
-    def finish(self) -> None:
-        first, second, third, fourth = self.weight.tolist()
-        self.of_inputs, self.of_outputs = (first, second), (third, fourth)
 
 
 class ClippedLinear(nn.Module):

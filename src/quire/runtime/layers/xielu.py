@@ -21,20 +21,21 @@ class Xielu(WeightLayer):
     def __init__(self, placement: Placement) -> None:
         super().__init__()
         self.weight = placement.empty(len(self.parts))
-        self._numbers = (0.0, 0.0, 0.0, 0.0)  # factors above and below zero, share of the input, largest exponent
+        self._numbers: Tensor | None = None  # factors above and below zero, share of the input, largest exponent
 
     def finish(self) -> None:
         above, below, beta, eps = self.weight.data.float()
-        alphas = F.softplus(above).item(), (beta + F.softplus(below)).item()
-        self._numbers = (*alphas, beta.item(), eps.item())
+        numbers = torch.stack((F.softplus(above), beta + F.softplus(below), beta, eps))
+        self._numbers = numbers.to(self.weight.dtype)  # a tensor: new weights replace it in captured graphs too
 
     def forward(self, x: Value) -> Value:  # [tokens, size]
         return x.writer.call(self._call, (x,), x.width) if isinstance(x, Symbol) else self._call(x)
 
     def _call(self, x: Tensor, given: object = None) -> Tensor:  # noqa: ARG002
+        assert self._numbers is not None, "finish() was not called"
         above, below, beta, eps = self._numbers
-        negative = torch.expm1(x.clamp(max=eps)).sub_(x).mul_(below)
-        return torch.where(x > 0, x.square().mul_(above), negative).add_(x, alpha=beta)
+        negative = torch.expm1(torch.minimum(x, eps)).sub_(x).mul_(below)
+        return torch.where(x > 0, x.square().mul_(above), negative).addcmul_(x, beta)
 
     def _part(self, part: str) -> Tensor:
         place = self.parts.index(part)

@@ -113,12 +113,14 @@ def _check_some(checkpoint: Checkpoint, weights: WeightSet, known: Iterable[str]
 
 
 def _difference(found: ModelConfig, running: ModelConfig) -> str | None:
-    """Return the name of the first field by which two models differ, or None. The dtype of files, special tokens and
-    the images that the running model leaves out do not count."""
+    """Return the name of the first field by which two models differ, or None. The dtype of files, special tokens, and
+    images and an indexer that the running model leaves out do not count."""
     blank = {"dtype": "float32", "bos_id": None, "eos_ids": (), "weights": WeightCounts(), "rank_weights": None}
     stage: dict[str, object] = {"stage": None, "levels": StoredLevels()}
     if running.vision is None and found.vision is not None:
         stage |= {"vision": None, "rope": running.rope}
+    if running.indexer is None and found.indexer is not None:
+        stage |= {"indexer": None, "context_limit": None}
     first, second = (replace(each, **blank, **stage) for each in (found, running))  # type: ignore[arg-type]
     names: Mapping[str, object] = {name: getattr(first, name) for name in ModelConfig.__dataclass_fields__}
     return next((name for name, value in names.items() if value != getattr(second, name)), None)

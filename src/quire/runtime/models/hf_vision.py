@@ -144,11 +144,14 @@ def find_token(config: Fields, content: str, usual: int) -> int:
     """Return the id of a special token from the tokenizer's files. `usual`: its id if there are no such files."""
     path, table = Path(config.file).with_name("tokenizer_config.json"), Path(config.file).with_name("tokenizer.json")
     known = read_json(path).get("added_tokens_decoder") if path.is_file() else None
+    tokens: dict[str, object] = {}
     if isinstance(known, dict):
-        tokens = {each.get("content"): int(number) for number, each in known.items() if isinstance(each, dict)}
+        listed = [(each.get("content"), number) for number, each in known.items() if isinstance(each, dict)]
+        tokens = {str(text): int(number) for text, number in listed if number.isdecimal() and len(number) < 10}
     elif table.is_file():
-        added = read_json(table).get("added_tokens")
-        tokens = {each["content"]: each["id"] for each in added} if isinstance(added, list) else {}
+        path, added = table, read_json(table).get("added_tokens")
+        entries = [each for each in added if isinstance(each, dict)] if isinstance(added, list) else []
+        tokens = {str(each.get("content")): each.get("id") for each in entries}
     else:
         path, tokens = Path(config.file), {content: usual}
     found = tokens.get(content)

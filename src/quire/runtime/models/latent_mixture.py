@@ -7,8 +7,7 @@ that the last layer with an indexer chose.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 from quire.config.fields import Fields
 from quire.config.indexer import Indexer
@@ -43,19 +42,18 @@ def read_glm4_moe_lite(config: Fields) -> ModelConfig:
 
 
 def read_deepseek_v32(config: Fields) -> ModelConfig:
-    layers = range(config.integer("num_hidden_layers"))
-    return _read_indexed(config, "deepseek_v32", 163_840, read_indexer(config, layers, num_heads=64))
+    return _read_indexed(config, "deepseek_v32", 163_840, read_indexer(config, num_heads=64, in_pairs=False))
 
 
 def read_glm_moe_dsa(config: Fields) -> ModelConfig:
     given = _with_usual(config, GLM_SIZES)
-    indexer = read_indexer(given, read_indexer_layers(given), num_heads=32)
-    return _read_indexed(given, "glm_moe_dsa", 202_752, replace(indexer, in_pairs=True))
+    return _read_indexed(given, "glm_moe_dsa", 202_752, read_indexer(given, num_heads=32, in_pairs=True))
 
 
 def _read_indexed(config: Fields, name: str, max_position: int, indexer: Indexer) -> ModelConfig:
     experts = read_sigmoid_experts(config, SPARSE_EXPERTS, read_dense_layers(config, 3))
-    made = read_latent_decoder(config, name, max_position, experts=experts, indexer=indexer)
+    pairs = config.flag("rope_interleave", True)
+    made = read_latent_decoder(config, name, max_position, experts=experts, in_pairs=pairs, indexer=indexer)
     assert made.latent is not None
     if made.latent.query_rank is None:
         raise config.refuse("q_lora_rank", "must be there: the indexer reads compressed queries")
@@ -65,12 +63,14 @@ def _read_indexed(config: Fields, name: str, max_position: int, indexer: Indexer
     return made
 
 
-def read_indexer(config: Fields, layers: Iterable[int], *, num_heads: int) -> Indexer:
+def read_indexer(config: Fields, *, num_heads: int, in_pairs: bool) -> Indexer:
+    """Read the indexer. `num_heads` and `in_pairs` are the defaults."""
     return Indexer(
         num_heads=config.integer("index_n_heads", num_heads, least=1),
         dim=config.integer("index_head_dim", 128, least=1),
         num_chosen=config.integer("index_topk", 2_048, least=1),
-        layers=tuple(layers),
+        layers=tuple(read_indexer_layers(config)),
+        in_pairs=config.flag("indexer_rope_interleave", in_pairs),
     )
 
 

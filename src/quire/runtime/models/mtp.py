@@ -114,10 +114,11 @@ def head_config(target: ModelConfig) -> ModelConfig:
     layout = found.build.keywords["layout"]  # type: ignore[attr-defined]  # made by `_head_of`
     dense = (0,) if layout.dense else ()
     experts = None if target.experts is None else replace(target.experts, dense_layers=dense)
+    indexer = None if target.indexer is None else replace(target.indexer, layers=(0,))
     return replace(
         target, architecture=found.name, num_layers=1, mtp=MtpHead(layout.prefix.format(target.num_layers)),
-        experts=experts, indexer=None, recurrent=None, vision=None, rope=replace(target.rope, sections=()), windows=(),
-        layers_without_rope=(), kv_layers=(), mlp_layers=(), tie_word_embeddings=False, stage=None,
+        experts=experts, indexer=indexer, recurrent=None, vision=None, rope=replace(target.rope, sections=()),
+        windows=(), layers_without_rope=(), kv_layers=(), mlp_layers=(), tie_word_embeddings=False, stage=None,
         levels=StoredLevels(), weights=WeightCounts(), rank_weights=None,
     )  # fmt: skip
 

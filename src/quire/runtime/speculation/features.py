@@ -19,6 +19,7 @@ from quire.kernels.native.program import Symbol
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Value
 from quire.runtime.sampling.samples import Longs
+from quire.runtime.standby.memory import add_cache, hold
 from quire.runtime.worker.cache import independent
 from quire.runtime.worker.rows import Rows
 from quire.types.step import BlockCopy
@@ -27,12 +28,14 @@ _TAKEN = "taken"  # memo key: the hidden states read so far
 
 
 class BlockFeatures:
-    """Owns the features [blocks * block size, hidden]; implements models.eagle.Features. Padding tokens read and write
+    """Owns the features [blocks * block size, hidden]; implements draft_head.Features. Padding tokens read and write
     one spare row after them."""
 
     def __init__(self, config: CacheConfig, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._size, self._spare = config.block_size, config.num_blocks * config.block_size
-        self._lines = torch.zeros(self._spare + 1, hidden_size, dtype=dtype, device=device)
+        with hold("kv_cache"):  # given back with the cache while the engine sleeps
+            self._lines = torch.zeros(self._spare + 1, hidden_size, dtype=dtype, device=device)
+        add_cache(self._lines)
 
     def read(self, step: ForwardStep) -> Tensor:
         return self._lines.index_select(0, self._places(step))

@@ -148,6 +148,10 @@ class ImageRows:
         self._vectors.move_to_end(image.key)
         return found
 
+    def forget_vectors(self) -> None:
+        """Forget all vectors: the tower's weights change. They are computed again when they are needed."""
+        self._vectors.clear()
+
     def _evict(self) -> None:
         """Drop the least recently used vectors until the capacity is met, except those of partly computed images."""
         held = sum(map(len, self._vectors.values()))

@@ -227,6 +227,11 @@ class Worker:
             return output
         return replace(output, drafts=self.drafter.follow(output.plan, output.token_ids))
 
+    def forget_images(self) -> None:
+        """Forget what the vision tower has computed, because its weights change."""
+        if self._images is not None:
+            self._images.forget_vectors()
+
     def _release(self, rows: tuple[int, ...]) -> None:
         self.rows.release(rows)
         if self._images is not None:

@@ -102,7 +102,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--limit-mm-per-prompt": (json_object, 'most images of a request, as JSON: {"image": 16}'),
     "--mm-processor-kwargs": (
         json_object,
-        'the sizes to which images are resized, as JSON: {"min_pixels": ..., "max_pixels": ...} (see docs)',
+        'sizes to which images are resized, as JSON: {"max_pixels": ...}, longest_edge or max_soft_tokens (see docs)',
     ),
     "--allowed-local-media-path": (str, "the folder whose files the file:// URLs of images may name (none)"),
     "--tensor-parallel-size": (int, "number of ranks that each compute a part of every layer, one per GPU (1)"),

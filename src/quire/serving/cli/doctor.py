@@ -201,6 +201,7 @@ def _plan(files: ModelFiles, arguments: EngineArguments, facts: HardwareFacts) -
     draft_files = find_draft(arguments, files, offline=True)
     draft = None if draft_files is None else read_model_config(draft_files)
     model = with_usable_indexer(model, arguments, facts.device)
+    draft = None if draft is None else with_usable_indexer(draft, arguments, facts.device)
     config, plan = resolve_engine_config(arguments, facts, model, draft)
     where = (
         f"runs on {config.device.device} in {config.device.dtype}, {config.scheduler.max_num_seqs} sequences at once"

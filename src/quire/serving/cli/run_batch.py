@@ -85,7 +85,7 @@ def add_run_batch(commands: Commands[OneLineParser]) -> None:
     parser.set_defaults(log_level="warning", **_ADDRESS)
     described = {action.dest: action.default for action in parser._actions if action.dest not in _OWN_FLAGS}
     parser.set_defaults(server_flags=described)
-    for name in (*_ADDRESS, "lora_dir", "weights_dir"):
+    for name in (*_ADDRESS, "lora_dir", "weights_dir", "sleep_idle_seconds"):
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, action=_RefusedFlag, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 

@@ -26,7 +26,7 @@ from quire.types.install import install_extra
 MAX_WORKERS = 256
 MAX_SERVED_REPLICAS = 64
 _SECONDS = ("drain_seconds", "max_restart_delay", "step_timeout", "load_timeout", "edge_timeout", "request_timeout",
-            "queue_timeout", "prefill_timeout")  # fmt: skip
+            "queue_timeout", "prefill_timeout", "sleep_idle_seconds")  # fmt: skip
 MAX_TEMPLATE_BYTES = 2**20
 MAX_SOCKET_PATH = 100  # bytes; the system's limit is 107
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
@@ -58,13 +58,16 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
     replicas: int = getattr(args, "replicas", 1)  # only `serve` has the flag
     check_range("replicas", replicas, 1, MAX_SERVED_REPLICAS)
     for name in _SECONDS:
-        value: float | None = getattr(args, name)
-        may_be_0 = not name.endswith("timeout")
+        value: float | None = getattr(args, name, None)  # some flags are only those of `serve`
+        may_be_0 = name in ("drain_seconds", "max_restart_delay")
         if value is not None and (not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0)):
             least = "0 or more" if may_be_0 else "above 0"
             raise ConfigError(name, f"must be {least}, in seconds, got {value:g}", "give a number like 30")
     engine = EngineArguments(**engine_settings(args))
     read_arguments(engine)  # raises for settings that are invalid for every model
+    naps: float | None = getattr(args, "sleep_idle_seconds", None)
+    if naps is not None and engine.record is not None:
+        raise ConfigError("sleep_idle_seconds", "cannot be given together with record", "leave one of them out")
     config = ServerConfig(
         source=_source(args),
         engine=engine,
@@ -82,6 +85,7 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         load_timeout=args.load_timeout,
         edge_timeout=args.edge_timeout,
         max_restart_delay=args.max_restart_delay,
+        sleep_idle_seconds=naps,
         limits=read_limits(args.limit),
         files_dir=_files_dir(args.files_dir),
         metrics_names=args.metrics_names,

@@ -58,6 +58,12 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
         help="the folder below which /update_weights_from_disk may load weights; needs an admin key, see --admin "
         "(none: only the model's own files)",
     )
+    parser.add_argument(
+        "--sleep-idle-seconds",
+        type=float,
+        metavar="S",
+        help="let the engine sleep after this many seconds without a request; the next request wakes it up (never)",
+    )
     add_serve_flags(parser).add_argument(
         "--lora-dir",
         default=argparse.SUPPRESS,
@@ -68,8 +74,7 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add all flags that describe a server, except its address, --weights-dir and --lora-dir. Returns the group of
-    LoRA flags."""
+    """Add all flags that describe a server, except those that only `quire serve` has. Returns the LoRA flags."""
     parser.add_argument(
         "model_name",
         nargs="?",

@@ -19,6 +19,7 @@ from quire.config.engine import DeviceConfig
 from quire.config.facts import HardwareFacts
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
+from quire.config.server import ServerConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.vocabulary import Vocabulary
 from quire.engine.encoder_core import EncoderCore
@@ -83,6 +84,7 @@ def run_engine(arguments: list[str], load: Load, prepare: Callable[[], None] = l
         logger.debug("loading failed", exc_info=True)
         return _fail(channel, f"loading failed: {error!r}", EXIT_FAILED, retry=True)
     loop.between_steps = GarbageCollector().collect
+    loop.nap_seconds = start.config.sleep_idle_seconds
     if isinstance(core, EngineCore) and isinstance(core.executor, PreparesMore):
         loop.when_idle = core.executor.prepare_more
     control.watch(loop)
@@ -111,6 +113,7 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | Encode
     planned = plan_model(files_at(Path(source.model)), start.config.engine)
     if planned.config.device.device == "cpu":
         warn_of_refusal(detect_hardware())
+    _check_naps(start.config, planned.config.device, is_encoder=isinstance(planned, PlannedEncoder))
     if isinstance(planned, PlannedEncoder):
         core = planned.build_core(source.load_format, report)
         return core, _encoder_ready(start.generation, planned.model, planned.config, planned.pooling)
@@ -153,6 +156,16 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | Encode
     )
     planned = replace(planned, config=replace(config, parallel=parallel))
     return planned.build(source.load_format, report, tools), ready
+
+
+def _check_naps(config: ServerConfig, device: DeviceConfig, *, is_encoder: bool) -> None:
+    """Raise ConfigError if `sleep_idle_seconds` is given and the engine cannot sleep."""
+    if config.sleep_idle_seconds is None:
+        return
+    if is_encoder:
+        raise ConfigError("sleep_idle_seconds", "is for models that generate text", "leave it out")
+    if device.device != "cpu" and not device.sleep:
+        raise ConfigError("sleep_idle_seconds", "needs enable_sleep_mode on a GPU", "add --enable-sleep-mode")
 
 
 def limit_rank_timeouts(config: ParallelConfig, step_seconds: float, load_seconds: float) -> ParallelConfig:

@@ -23,6 +23,7 @@ from quire.serving.router.replica_set import ReplicaSet
 from quire.types.errors import ConfigError
 
 ASK_SECONDS = 10.0  # for one replica's part of a combined response
+ALL_SECONDS = 3600.0  # for what all replicas do: they may wait for requests to finish, and read weights
 _JSON = [(b"content-type", b"application/json")]
 _TO_ALL_PATHS = (
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/admin/reset_cache", "/sleep", "/wake_up", "/pause", "/resume",
@@ -196,7 +197,12 @@ class LocalPages:
                 return f"is down: it {replica.down_reason}" if replica.down_reason else "is down"
             try:
                 status, _, body = await self._replicas.ask(
-                    replica, request.method, path, headers, request.body, seconds=ASK_SECONDS
+                    replica,
+                    request.method,
+                    path,
+                    headers,
+                    request.body,
+                    seconds=ALL_SECONDS if with_all else ASK_SECONDS,
                 )
             except ReplicaFailed as error:
                 return error.reason

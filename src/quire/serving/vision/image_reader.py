@@ -63,7 +63,9 @@ class ImageBudget:
             reason = (
                 f"makes, resized, {self.num_bytes // 3:,} pixels with those before it, limit {MAX_PIXEL_BYTES // 3:,}"
             )
-            raise TooManyImages(field, reason, "send fewer or smaller images, or have the operator lower max_pixels")
+            raise TooManyImages(
+                field, reason, "send fewer or smaller images, or have the operator set mm_processor_kwargs"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class ImageReader:
                 budget.add_size(field, image.width * image.height, num_bytes)
             with _LARGE_ONE if image.width * image.height > _LARGE_PIXELS else nullcontext():
                 image.load()
-                return self._resized(field, library, _as_rgb(_upright(library, image)))
+                return self._resized(field, library, _as_rgb(library, _upright(library, image)))
         except InvalidRequest:
             raise
         except (library.DecompressionBombError, library.DecompressionBombWarning):
@@ -195,11 +197,18 @@ def _upright(library: Any, image: Any) -> Any:
     return image if turn is None else image.transpose(turn)
 
 
-def _as_rgb(image: Any) -> Any:
-    """Return the image in RGB. An alpha channel is dropped."""
+def _as_rgb(library: Any, image: Any) -> Any:
+    """Return the image in RGB. Transparent pixels are blended with white."""
     if image.mode in _GREY_16:  # Pillow would clip values above 255
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    elif "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = _on_white(library, image)
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _on_white(library: Any, image: Any) -> Any:
+    image = image if image.mode == "RGBA" else image.convert("RGBA")
+    return library.alpha_composite(library.new("RGBA", image.size, "white"), image)
 
 
 def place_images(

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.reference.attention import paged_attention
+from quire.runtime import cuda_driver
 from quire.runtime.attention import virtual as virtual_module
 from quire.runtime.attention.registry import make_backend
 from quire.runtime.attention.virtual import VirtualAttention, VirtualLayer, VirtualSpans
@@ -144,7 +145,7 @@ def test_rules_beyond_a_scale_are_refused(rule: AttentionRule) -> None:
 
 
 def test_without_cuda_bindings_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual_module, "find_spec", lambda _: None)
+    monkeypatch.setattr(cuda_driver, "find_spec", lambda _: None)
     placement = Placement(torch.bfloat16, torch.device("cuda"))
     with pytest.raises(ConfigError, match="kv_layout: .*cuda-bindings, which is not installed"):
         make_backend("virtual", HEADS, torch.bfloat16, placement)

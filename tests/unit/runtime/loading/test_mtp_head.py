@@ -95,6 +95,21 @@ def test_a_head_has_no_embeddings_no_output_head_and_no_dense_layer_of_its_own(f
     assert head.num_parameters < target.num_parameters / 2
 
 
+def test_a_head_has_the_indexer_that_its_layer_has_in_the_files(tmp_path: Path) -> None:
+    MtpCase(FamilyCase("deepseek_v32", tmp_path)).save()
+    files = ModelFiles("model", tmp_path, "hf", is_head=True)
+    head = read_model_config(files)
+    assert head.indexer is not None
+    assert head.indexer.layers == (0,)
+    open_checkpoint(files).close()
+    tensors = load_file(tmp_path / "model.safetensors")
+    left = {name: each for name, each in tensors.items() if ".3.self_attn.indexer." not in name}
+    assert len(left) < len(tensors)
+    save_file(left, tmp_path / "model.safetensors")
+    assert read_model_config(files).indexer is None
+    open_checkpoint(files).close()
+
+
 def test_all_names_of_the_method_mean_the_models_own_head() -> None:
     for name in ("mtp", *MTP_NAMES):
         found = read_speculation({"method": name})

@@ -122,7 +122,7 @@ def test_a_dense_layer_with_another_setting_is_refused(tmp_path: Path, changes: 
         read(tmp_path)
 
 
-@pytest.mark.parametrize("modules", ["no json", "{}", '[{"type": "a.Transformer", "path": "../other"}]', "[1]"])
+@pytest.mark.parametrize("modules", ["no json", "{}", '[{"type": "a.Transformer", "path": "../other"}]', "[1]", "[]"])
 def test_damaged_modules_are_refused(tmp_path: Path, modules: str) -> None:
     (tmp_path / "modules.json").write_text(modules)
     with pytest.raises(ModelLoadError, match=r"modules\.json"):

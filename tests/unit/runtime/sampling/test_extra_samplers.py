@@ -133,17 +133,19 @@ def test_long_contexts_are_searched_in_parts_of_bounded_size(monkeypatch: pytest
 
 def test_both_ways_to_find_repetitions_find_the_same() -> None:
     generator = torch.Generator().manual_seed(2)
-    for width in (2, 3, 9, 40):
-        tokens = torch.randint(-2, 2, (5, width), generator=generator)
-        tokens[0] = 1
-        for most in {1, min(2, width - 1), width - 1}:
+    for width in (2, 3, 9, 40, 400):
+        tokens = torch.randint(-2, 2, (6, width), generator=generator)
+        tokens[0], tokens[1, width // 8 :] = 1, 1
+        tokens[2, : width // 2] = torch.randint(90, (width // 2,), generator=generator)
+        for most in {1, min(2, width - 1), min(128, width - 1)}:
             found = repeats.repeated(tokens, most)
             assert found[0].tolist() == [min(place + 1, most) for place in range(width - 1)]
             for line, lengths in zip(tokens, found, strict=True):
                 by_places = torch.zeros(width - 1, dtype=torch.long)
-                for length, places in repetitions(line.int().numpy(), most, breakers=(-1, -2)):
-                    by_places[places] = length
+                places, counts = repetitions(line.int().numpy(), most, breakers=(-1, -2))
+                by_places[places] = torch.from_numpy(counts).long()
                 assert torch.equal(by_places, lengths)
+    assert [len(each) for each in repetitions(np.array([1, 1], dtype=np.int32), 0)] == [0, 0]
 
 
 def test_no_repeat_ngram_size_bans_nothing_where_no_other_token_is_left() -> None:

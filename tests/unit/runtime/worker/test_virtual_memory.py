@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire.runtime.cuda_driver import CudaDriver
 from quire.runtime.worker import virtual_memory, virtual_memory_cuda
 from quire.runtime.worker.virtual_memory import HostPages
 from quire.types.errors import ConfigError, QuireError
@@ -181,7 +182,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def test_blocks_on_a_gpu_are_mapped_one_by_one_and_made_accessible_together(fake: FakeDriver) -> None:
-    driver = virtual_memory_cuda._Driver(0)
+    driver = CudaDriver(0, "kv_layout")
     handles = virtual_memory_cuda._Handles(driver, 3, PAGE)
     memory = virtual_memory_cuda._Range(driver, 10, PAGE)
     memory.map(4, [handles.numbers[2], handles.numbers[0]])
@@ -195,7 +196,7 @@ def test_blocks_on_a_gpu_are_mapped_one_by_one_and_made_accessible_together(fake
 
 
 def test_a_gpu_without_enough_memory_raises_an_error_and_frees_everything(fake: FakeDriver) -> None:
-    driver = virtual_memory_cuda._Driver(0)
+    driver = CudaDriver(0, "kv_layout")
     with pytest.raises(QuireError, match="cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"):
         virtual_memory_cuda._Handles(driver, 4, PAGE)
     gc.collect()

@@ -69,6 +69,7 @@ def test_flags_become_settings(tmp_path: Path) -> None:
     template.write_text("{{ messages }}")
     made = config(
         *("m.gguf", "--port", "0", "--api-workers", "3", "--strict", "--drain-seconds", "5", "--step-timeout", "9"),
+        *("--sleep-idle-seconds", "600"),
         *("--served-model-name", "a", "--served-model-name", "b", "--chat-template", str(template)),
         *("--limit", "n=16", "--limit", "queue_requests=9", "--cors-origin", "https://example.org"),
         *("--no-playground", "--open-metrics", "--log-level", "debug", "--log-format", "json"),
@@ -79,6 +80,7 @@ def test_flags_become_settings(tmp_path: Path) -> None:
     assert made.source.chat_template == "{{ messages }}"
     assert made.engine == EngineArguments(max_num_seqs=8, dtype="float32", scheduling_policy="priority", seed=5)
     assert (made.api_workers, made.strict, made.drain_seconds, made.step_timeout) == (3, True, 5.0, 9.0)
+    assert made.sleep_idle_seconds == 600.0
     assert made.limits == {"n": 16, "queue_requests": 9}
     assert made.access.cors_origins == ("https://example.org",)
     assert not made.access.playground
@@ -228,6 +230,8 @@ def test_a_template_that_cannot_work_is_refused_before_anything_is_loaded(tmp_pa
         (["--drain-seconds", "-1"], "drain_seconds: must be 0 or more, in seconds, got -1; give"),
         (["--step-timeout", "0"], "step_timeout: must be above 0, in seconds, got 0; give"),
         (["--step-timeout", "nan"], "step_timeout: must be"),
+        (["--sleep-idle-seconds", "0"], "sleep_idle_seconds: must be above 0, in seconds, got 0; give"),
+        (["--sleep-idle-seconds", "9", "--record", "a"], "sleep_idle_seconds: cannot be given together with record"),
         (["--limit", "n"], "limit: 'n' is not NAME=VALUE"),
         (["--limit", "n=many"], "limit: 'n=many' is not NAME=VALUE"),
         (["--limit", "nothing=1"], "there is no such limit"),

@@ -59,12 +59,27 @@ def test_no_shape_has_more_tokens_than_the_engine_takes(tokens: int) -> None:
 def test_patches_are_those_of_transformers(size: tuple[int, int], mode: str) -> None:
     processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     image = noise(*size, mode)
-    wanted = processing.Qwen2VLImageProcessorPil()(images=[image.convert("RGB")], return_tensors="pt")
+    wanted = processing.Qwen2VLImageProcessorPil()(images=[image], return_tensors="pt")
     found = READER.prepare("image", image)
     assert [[1, 2 * found.rows, 2 * found.columns]] == wanted["image_grid_thw"].tolist()
     pixels = torch.frombuffer(bytearray(found.pixels), dtype=torch.uint8).view(28 * found.rows, 28 * found.columns, 3)
     patches = cut_patches(pixels, Vision(GRID, 1, 32, 48, 2), torch.float32)
     torch.testing.assert_close(patches, wanted["pixel_values"].float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_pixels_are_white_as_transformers_makes_them(mode: str) -> None:
+    """Their colors are black in most files."""
+    transforms = pytest.importorskip("transformers.image_transforms")
+    image = Image.new("RGBA", (56, 56), (0, 0, 0, 0))
+    image.paste((200, 0, 0, 128), (0, 0, 56, 20))
+    image.paste((0, 0, 90, 255), (20, 20, 40, 40))
+    converted = image.convert(mode) if mode != "P" else image.quantize(8)
+    data = file_of(converted)
+    found = np.frombuffer(READER.decode("image", data).pixels, dtype=np.uint8).reshape(56, 56, 3)
+    wanted = transforms.convert_to_rgb(Image.open(io.BytesIO(data)), return_numpy=True)
+    np.testing.assert_array_equal(found, wanted)
+    assert found[50, 50].tolist() == [255, 255, 255]
 
 
 def test_patches_of_another_size_and_scale_are_those_of_transformers() -> None:
@@ -178,6 +193,7 @@ def test_a_picture_of_tiles_has_a_placeholder_for_each_and_one_for_the_whole() -
     assert text == f"a{tiles}\n{whole}b{whole}"
     tokens, placed = place_images("prompt", [1, *[9] * 10, 2], (wide, small), TILED)
     assert tokens == (1, *[9] * 40, 2)
+    assert wide.num_added + small.num_added == 30
     assert [image.start for image in placed] == list(range(1, 41, 4))
     assert {image.tiles for image in placed} == {()}
     assert placed[8].key == wide.key
@@ -189,7 +205,7 @@ def test_the_tiles_of_pictures_count_before_they_are_decoded() -> None:
     reader = ImageReader(ImageLimits(replace(TILED, fixed=64, tile=512, longest=2_048)))
     budget = reader.make_budget()
     image = Image.new("RGB", (1_000, 1_000))
-    with pytest.raises(InvalidRequest, match="makes, resized, "):
+    with pytest.raises(InvalidRequest, match=r"makes, resized, .* set mm_processor_kwargs"):
         for _ in range(4):
             reader.prepare("image", image, budget)
     assert budget.num_bytes == 4 * 17 * 512 * 512 * 3

@@ -60,6 +60,9 @@ def test_a_picture_becomes_its_tiles_and_the_whole(tmp_path: Path) -> None:
             made.generate({"prompt": "<image><image>", "multi_modal_data": {"image": image}}, GREEDY)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="one image more than the 1"):
             made.chat([{"role": "user", "content": parts[:1] * 2}], GREEDY)
+        pair: Any = {"prompt": "<image><image>", "multi_modal_data": {"image": [image.resize((48, 16))] * 2}}
+        with pytest.raises(InvalidRequest, match="one image more than the 1"):
+            made.generate(pair, GREEDY)  # although both together have fewer tiles than the largest picture
         (again,) = made.generate(given, GREEDY)
     assert list(plain.prompt_token_ids or ()) == list(chat.prompt_token_ids or ()) == list(wanted)
     assert plain.outputs[0].token_ids == chat.outputs[0].token_ids == again.outputs[0].token_ids

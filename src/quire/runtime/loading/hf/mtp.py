@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from quire.config.model import ModelConfig
@@ -9,6 +10,8 @@ from quire.runtime.loading.hf.directory import weight_files
 from quire.runtime.loading.hf.safetensors import SafetensorsFile
 from quire.runtime.models.registry import WITH_MTP
 from quire.types.errors import ConfigError, ModelLoadError
+
+_INDEXER = "self_attn.indexer."  # in the head's block
 
 
 def hf_head_config(directory: Path, target: ModelConfig) -> ModelConfig:
@@ -21,6 +24,8 @@ def hf_head_config(directory: Path, target: ModelConfig) -> ModelConfig:
     if not _has_tensors(directory, found.mtp.prefix, unknown=True):
         reason = f"drafts by the model's own MTP head, and its files have no tensor {found.mtp.prefix}*"
         raise ConfigError("speculative_config.method", reason, 'use files with the head, "ngram" or a draft model')
+    if found.indexer is not None and not _has_tensors(directory, f"{found.mtp.prefix}{_INDEXER}", unknown=True):
+        return replace(found, indexer=None)  # it attends to all tokens
     return found
 
 

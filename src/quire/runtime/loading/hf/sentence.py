@@ -103,7 +103,7 @@ def read_modules(directory: Path) -> list[tuple[str, str]]:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(str(path), f"cannot be read: {error}", fix="fetch the file again") from None
-    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
+    if not isinstance(found, list) or not found or not all(isinstance(module, dict) for module in found):
         raise ModelLoadError(str(path), "must hold a list of modules", fix="fetch the file again")
     return [_read_module(Fields(str(path), module)) for module in found]
 

@@ -121,17 +121,14 @@ class Dry:
     def _penalize_row(self, logits: Numbers, tokens: npt.NDArray[np.int32], slot: int) -> None:
         """Subtract the penalties of one sample from its logits [vocab]."""
         (breakers, penalties), (_, allowed) = self._on_host[slot], self._last[slot]
-        ids: npt.NDArray[np.int32] | None = None  # of all tokens with a penalty
-        for length, places in repetitions(tokens, allowed + _MOST_GROWTH, breakers):
-            if length < allowed:
-                continue
-            if ids is None:
-                ids = tokens[places + 1]
-                if len(self._scratch) < len(logits):
-                    self._scratch = np.zeros(len(logits), dtype=np.float32)
-            self._scratch[tokens[places + 1]] = penalties[length - allowed]  # longer ones overwrite shorter ones
-        if ids is not None:
-            logits[ids] = logits[ids] - self._scratch[ids]
+        places, lengths = repetitions(tokens, allowed + _MOST_GROWTH, breakers)
+        order = lengths.argsort(kind="stable")  # longer ones overwrite shorter ones
+        order = order[len(order) - np.count_nonzero(lengths >= allowed) :]
+        ids = tokens[places[order] + 1]
+        if len(self._scratch) < len(logits):
+            self._scratch = np.zeros(len(logits), dtype=np.float32)
+        self._scratch[ids] = penalties[lengths[order] - allowed]
+        logits[ids] = logits[ids] - self._scratch[ids]
 
     def _penalize(self, logits: Tensor, part: Part, window: _Window, most: int) -> None:
         tokens, slots, vocab = window.tokens, part.slots[window.lines], logits.shape[1]
@@ -190,11 +187,9 @@ class NoRepeatNgram:
 
 def _ban(logits: Numbers, tokens: npt.NDArray[np.int32], size: int) -> None:
     """Ban the tokens that complete a repetition of `size` tokens from logits [vocab], unless no other one is left."""
-    ids = tokens if size == 1 else None
-    for length, places in repetitions(tokens, size - 1):
-        if length == size - 1:
-            ids = tokens[places + 1]
-    if ids is None:
+    places, lengths = repetitions(tokens, size - 1)
+    ids = tokens if size == 1 else tokens[places[lengths == size - 1] + 1]
+    if not len(ids):
         return
     before = logits[ids]
     logits[ids] = -np.inf

@@ -29,7 +29,7 @@ _UPDATE = Options(
 )
 _SGLANG_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep", "wait": "wait", "keep": "keep"}
 _PAUSE = Options({"mode": OneOf(tuple(_SGLANG_MODES))})
-_CONTINUE = Options({})
+_NOTHING = Options({})
 _WORDS = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -59,6 +59,7 @@ class AdminStandby:
 
     # -------------------------------------------------------------------------------------------------------- vLLM
     async def sleep(self, exchange: Exchange) -> None:
+        await self._body(exchange, _NOTHING)
         query = self._query(exchange, "level", "mode")
         level = query.get("level", ["1"])[-1]
         if level not in ("1", "2"):
@@ -66,10 +67,12 @@ class AdminStandby:
         await self._reply(exchange, Command("sleep", mode=_mode(query), level=int(level)))
 
     async def wake_up(self, exchange: Exchange) -> None:
+        await self._body(exchange, _NOTHING)
         tags = self._query(exchange, "tags").get("tags", TAGS)
         await self._reply(exchange, Command("wake_up", tags=tuple(tags)))  # type: ignore[arg-type]
 
     async def pause(self, exchange: Exchange) -> None:
+        await self._body(exchange, _NOTHING)
         query = self._query(exchange, "mode", "clear_cache")
         word = query.get("clear_cache", ["true"])[-1].lower()
         if word not in _WORDS:
@@ -79,6 +82,8 @@ class AdminStandby:
         await self._reply(exchange, Command("pause", mode=_mode(query), clears_cache=_WORDS[word]))
 
     async def resume(self, exchange: Exchange) -> None:
+        self._query(exchange)
+        await self._body(exchange, _NOTHING)
         await self._reply(exchange, Command("resume"))
 
     async def state(self, exchange: Exchange) -> None:
@@ -87,11 +92,11 @@ class AdminStandby:
     # ------------------------------------------------------------------------------------------------------ SGLang
     async def release_memory(self, exchange: Exchange) -> None:
         """Sleep with the weights in host memory, once running requests have finished."""
-        await self._body(exchange, _CONTINUE)
+        await self._body(exchange, _NOTHING)
         await self._reply(exchange, Command("sleep", mode="wait"))
 
     async def resume_memory(self, exchange: Exchange) -> None:
-        await self._body(exchange, _CONTINUE)
+        await self._body(exchange, _NOTHING)
         await self._reply(exchange, Command("wake_up"))
 
     async def pause_generation(self, exchange: Exchange) -> None:
@@ -99,7 +104,7 @@ class AdminStandby:
         await self._reply(exchange, Command("pause", mode=mode, clears_cache=False))  # type: ignore[arg-type]
 
     async def continue_generation(self, exchange: Exchange) -> None:
-        await self._body(exchange, _CONTINUE)
+        await self._body(exchange, _NOTHING)
         await self._reply(exchange, Command("resume"))
 
     async def update_weights(self, exchange: Exchange) -> None:

@@ -133,7 +133,7 @@ def count_tokens(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     tools = () if made.get("tool_choice") == "none" else made.get("tools", ())
     prompt = render_prompt(service, made, tools)
     tokens = service.texts.tokenizer.encode(prompt.text or "", add_special_tokens=False)
-    return {"input_tokens": len(tokens) + sum(image.num_tokens - 1 for image in prompt.images)}
+    return {"input_tokens": len(tokens) + sum(image.num_added for image in prompt.images)}
 
 
 MESSAGES = GenerationEndpoint(

@@ -89,7 +89,8 @@ def _images(limits: ImageLimits | None) -> dict[str, int] | None:
     if limits is None:
         return None
     grid = limits.grid
-    return {"max_images": limits.max_images, "min_pixels": grid.min_pixels, "max_pixels": grid.max_pixels}
+    most = grid.max_pixels * grid.max_pieces
+    return {"max_images": limits.max_images, "min_pixels": grid.min_pixels, "max_pixels": most}
 
 
 _CAPABILITIES = record(

@@ -245,7 +245,7 @@ def _num_tokens(service: Service, parameters: Parameters) -> int:
     if service.texts.tokenizer.fewest_tokens(text) > limit:
         return limit + 1
     (token_ids,) = service.texts.maker(service.engine().eos_ids).tokenize([Prompt(text=text)], False)
-    return len(token_ids) + sum(image.num_tokens - 1 for image in prompt.images)
+    return len(token_ids) + sum(image.num_added for image in prompt.images)
 
 
 def _echoed(given: Parameters) -> dict[str, Any]:
