@@ -18,7 +18,7 @@ from family_bench import BACKENDS
 from family_models import NUM_TOKENS, VOCAB, FamilyCase
 from interpreter import HAS_TRITON
 from quire.config.adapter_memory import adapter_memory
-from quire.runtime.layers.mlp import GatedMLP
+from quire.runtime.layers import experts
 from quire.runtime.models.build import count_weights
 from quire.runtime.sampling.make import make_sampler
 from quire.types.errors import InvalidRequest
@@ -141,7 +141,7 @@ def test_experts_without_compiled_products_are_changed_in_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those whose columns are put in order; also where the last block computes the wanted tokens alone."""
-    monkeypatch.setattr(GatedMLP, "as_native", lambda _: None)
+    monkeypatch.setattr(experts, "native_weights", lambda _: None)
     check("mixtral", ("each", "fused"), "auto", tmp_path)
 
 

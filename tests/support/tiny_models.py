@@ -484,8 +484,8 @@ def mix_steps(made: Bench) -> Bench:
     return made
 
 
-def compare_steps(found: Bench, wanted: Bench) -> None:
+def compare_steps(found: Bench, wanted: Bench, within: float = 1e-2) -> None:
     """Compare the tokens, and roughly the logits, of two benches that ran the same steps."""
     assert found.tokens == wanted.tokens
     for row, seen in wanted.sampler.seen.items():
-        torch.testing.assert_close(torch.stack(found.sampler.seen[row]), torch.stack(seen), rtol=0.0, atol=1e-2)
+        torch.testing.assert_close(torch.stack(found.sampler.seen[row]), torch.stack(seen), rtol=0.0, atol=within)

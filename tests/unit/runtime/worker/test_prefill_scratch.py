@@ -47,7 +47,8 @@ def copying(monkeypatch: pytest.MonkeyPatch, kv_dtype: str, *, tokens: int = 64,
 def test_a_copy_gives_the_tokens_and_logits_of_the_cache(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 0)
     plain, copied = mix_steps(bench(kv_dtype)), mix_steps(copying(monkeypatch, kv_dtype))
-    compare_steps(copied, plain)
+    # A difference in the last bit can round a key to the next value of float8.
+    compare_steps(copied, plain, within=5e-2 if kv_dtype == "float8" else 1e-2)
     graphs = copied.worker._runner._forward
     assert isinstance(graphs, ForwardGraphs)
     assert set(graphs._graphs) == {
