@@ -16,14 +16,19 @@ from family_bench import load_bench
 from interpreter import HAS_TRITON
 from quire import LLM, SamplingParams
 from quire.config.vision import resolve_images
-from quire.runtime.loading.checkpoint import open_checkpoint
-from quire.runtime.loading.files import files_at
 from quire.runtime.loading.hf.config import hf_model_config
-from quire.runtime.sampling.make import make_sampler
 from quire.types.errors import ConfigError, ModelLoadError
-from quire.types.step import Chunk
-from tiny_models import DEVICE, Bench, engine_config
-from vision_models import check_logits, gemma4_inputs, picture, prompt_of, vision_model, vision_reference
+from tiny_models import DEVICE
+from vision_models import (
+    check_in_triton,
+    check_logits,
+    gemma4_inputs,
+    picture,
+    prompt_of,
+    vision_model,
+    vision_reference,
+    write_changed,
+)
 
 pytest.importorskip("transformers")
 COUNT = 4
@@ -73,21 +78,7 @@ def test_a_causal_image_may_be_cut(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no triton")
 def test_images_come_to_the_kernels_of_a_gpu_too(case: Case) -> None:
-    sampler = make_sampler(2, 97, torch.device(DEVICE), "triton", 64)
-    bench = Bench(
-        open_checkpoint(files_at(case.folder)), engine_config(rows=2, max_len=40), attention="triton", sampler=sampler
-    )
-    bench.add(0, PROMPTS[0].tokens, images=PROMPTS[0].images)
-    bench.run(chunks=[Chunk(0, 0, len(PROMPTS[0].tokens), (0,))])
-    bench.run(decode=[0])
-    assert bench.tokens[0][len(PROMPTS[0].tokens) :] == case.expected[0][0][:2]
-
-
-def changed(case: Case, folder: Path, where: str, value: object) -> None:
-    config = json.loads((case.folder / "config.json").read_text())
-    *outer, key = where.split(".")
-    (config[outer[0]] if outer else config)[key] = value
-    (folder / "config.json").write_text(json.dumps(config))
+    check_in_triton(case.folder, PROMPTS[0], case.expected[0])
 
 
 @pytest.mark.parametrize(
@@ -106,7 +97,7 @@ def changed(case: Case, folder: Path, where: str, value: object) -> None:
 def test_what_is_not_supported_is_refused_by_name(
     case: Case, tmp_path: Path, where: str, value: object, error: str
 ) -> None:
-    changed(case, tmp_path, where, value)
+    write_changed(case.folder, tmp_path, where, value)
     with pytest.raises(ModelLoadError, match=re.escape(error)):
         hf_model_config(tmp_path)
 

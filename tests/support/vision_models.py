@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,12 @@ from torch import Tensor
 from family_bench import randomize
 from quire.config.vision import ImageGrid, Vision
 from quire.runtime.layers.vision import cut_patches
+from quire.runtime.loading.checkpoint import open_checkpoint
+from quire.runtime.loading.files import files_at
+from quire.runtime.sampling.make import make_sampler
 from quire.types.images import PromptImage, image_key
 from quire.types.step import Chunk
-from tiny_models import Bench
+from tiny_models import DEVICE, Bench, engine_config
 
 IMAGE, START, END = 90, 92, 93  # placeholder, and the tokens around an image
 IN_TURN = {  # with pairs that alternate between the axes
@@ -273,3 +277,22 @@ def check_logits(
         assert bench.tokens[row][len(prompts[row].tokens) :] == tokens
         torch.testing.assert_close(torch.stack(bench.sampler.seen[row]), logits, rtol=1e-3, atol=2e-4)
     bench.worker.check()
+
+
+def check_in_triton(folder: Path, prompt: VisionPrompt, expected: tuple[list[int], Tensor]) -> None:
+    """Compare the first two tokens that the kernels of a GPU choose with `vision_reference`."""
+    sampler = make_sampler(2, TEXT["vocab_size"], torch.device(DEVICE), "triton", 64)
+    config = engine_config(rows=2, max_len=40)
+    bench = Bench(open_checkpoint(files_at(folder)), config, attention="triton", sampler=sampler)
+    bench.add(0, prompt.tokens, images=prompt.images)
+    bench.run(chunks=[Chunk(0, 0, len(prompt.tokens), (0,))])
+    bench.run(decode=[0])
+    assert bench.tokens[0][len(prompt.tokens) :] == expected[0][:2]
+
+
+def write_changed(folder: Path, into: Path, where: str, value: object) -> None:
+    """Write the config.json of `folder` into another one, with one field changed. where: "field" or "part.field"."""
+    config = json.loads((folder / "config.json").read_text())
+    *outer, key = where.split(".")
+    (config[outer[0]] if outer else config)[key] = value
+    (into / "config.json").write_text(json.dumps(config))

@@ -59,25 +59,39 @@ class SiglipEncoder(nn.Module):
         self.layers = nn.ModuleList(SiglipBlock(vision, build) for _ in range(vision.depth))
 
 
-class SiglipTower(VisionTower):
-    def __init__(self, vision: Vision, hidden_size: int, build: LayerBuilder) -> None:
+class SiglipPatches(VisionTower):
+    """What SigLIP's towers share: patches with positions, the encoder and the norm behind it."""
+
+    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
         super().__init__()
-        self._vision, self._dtype, size = vision, build.dtype, vision.hidden_size
+        self.vision, self._dtype, size = vision, build.dtype, vision.hidden_size
         self.embed = build.patch_linear("embeddings.patch_embedding", (3, vision.patch, vision.patch), size, bias=True)
         self.table = build.position_embedding("embeddings.position_embedding", vision.table_side**2, size)
         self.encoder = SiglipEncoder(vision, build)
         self.post_layernorm = build.layer_norm("post_layernorm", size, vision.norm_eps)
+
+    def encode(self, pixels: Tensor, positions: Tensor) -> Tensor:
+        """Return the normed patches [side * side, merge ** 2, hidden] of an image; positions: added to each."""
+        vision, side = self.vision, self.vision.grid.fixed
+        x: Tensor = self.embed(cut_patches(pixels, vision, self._dtype))
+        x = x + positions.to(x.dtype)
+        for block in self.encoder.layers:
+            x = block(x, [Part(0, 1, len(x))])
+        found: Tensor = self.post_layernorm(x)
+        return found.view(side * side, vision.merge**2, -1)
+
+
+class SiglipTower(SiglipPatches):
+    def __init__(self, vision: Vision, hidden_size: int, build: LayerBuilder) -> None:
+        super().__init__(vision, build)
+        size = vision.hidden_size
         self.mm_soft_emb_norm = build.rms_norm("mm_soft_emb_norm", size, vision.norm_eps, NORM_OFFSET)
         self.project = build.whole_linear("mm_input_projection", size, hidden_size, bias=False, transposed=True)
 
     def forward(self, pixels: Tensor) -> Tensor:  # [height, width, 3] -> [tokens, hidden]
-        vision, side = self._vision, self._vision.grid.fixed
-        x: Tensor = self.embed(cut_patches(pixels, vision, self._dtype))
-        x = x + stretch_positions(self.table.weight, side, side, vision.merge).to(x.dtype)
-        for block in self.encoder.layers:
-            x = block(x, [Part(0, 1, len(x))])
-        pooled = self.post_layernorm(x).view(side * side, vision.merge**2, -1).mean(dim=1)
-        found: Tensor = self.project(self.mm_soft_emb_norm(pooled))
+        vision, side = self.vision, self.vision.grid.fixed
+        patches = self.encode(pixels, stretch_positions(self.table.weight, side, side, vision.merge))
+        found: Tensor = self.project(self.mm_soft_emb_norm(patches.mean(dim=1)))
         return found
 
 

@@ -15,7 +15,7 @@ from quire.config.fields import Fields
 from quire.config.model import ModelConfig
 from quire.config.vision import ImageGrid, Vision
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.vision import Part, VisionTower, cut_patches, patch_places
+from quire.runtime.layers.vision import VisionTower, patch_places
 from quire.runtime.models.decoder import Decoder, read_llama
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import refuse_other, refuse_set
@@ -29,7 +29,7 @@ from quire.runtime.models.hf_vision import (
     refuse_prepared,
     vision_fields,
 )
-from quire.runtime.models.siglip import SiglipEncoder
+from quire.runtime.models.siglip import SiglipPatches
 
 _PLACEHOLDER, _AROUND, _WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 _SIZES = {"hidden_size": 1_152, "intermediate_size": 3_072, "num_hidden_layers": 12, "num_attention_heads": 16,
@@ -38,27 +38,20 @@ _NAMES = {"vision_model.": "vision_tower.", "connector.": "vision_tower.", "text
 _MOST_PIXELS = 4_096  # per side of a picture before it is cut
 
 
-class SmolVLMTower(VisionTower):
+class SmolVLMTower(SiglipPatches):
     """The tower and the projection behind it."""
 
     def __init__(self, vision: Vision, hidden_size: int, build: LayerBuilder) -> None:
-        super().__init__()
-        self._vision, self._dtype, size = vision, build.dtype, vision.hidden_size
-        self.embed = build.patch_linear("embeddings.patch_embedding", (3, vision.patch, vision.patch), size, bias=True)
-        self.table = build.position_embedding("embeddings.position_embedding", vision.table_side**2, size)
-        self.encoder = SiglipEncoder(vision, build)
-        self.post_layernorm = build.layer_norm("post_layernorm", size, vision.norm_eps)
-        self.project = build.whole_linear("modality_projection.proj", size * vision.merge**2, hidden_size, bias=False)
+        super().__init__(vision, build)
+        size = vision.hidden_size * vision.merge**2
+        self.project = build.whole_linear("modality_projection.proj", size, hidden_size, bias=False)
 
     def forward(self, pixels: Tensor) -> Tensor:  # [height, width, 3] -> [tokens, hidden]
-        vision, side = self._vision, self._vision.grid.fixed
-        x: Tensor = self.embed(cut_patches(pixels, vision, self._dtype))
-        row, column = patch_places(side, side, vision.merge, x.device).unbind(1)
-        line = _lines(vision.table_side, x.device)
-        x = x + self.table.weight[line[row] * vision.table_side + line[column]]
-        for block in self.encoder.layers:
-            x = block(x, [Part(0, 1, len(x))])
-        found: Tensor = self.project(self.post_layernorm(x).view(side * side, -1))
+        vision, side = self.vision, self.vision.grid.fixed
+        row, column = patch_places(side, side, vision.merge, pixels.device).unbind(1)
+        line = _lines(vision.table_side, pixels.device)
+        positions = self.table.weight[line[row] * vision.table_side + line[column]]
+        found: Tensor = self.project(self.encode(pixels, positions).flatten(1))
         return found
 
 
