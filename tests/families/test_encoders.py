@@ -119,6 +119,10 @@ def test_nomic_is_read_in_the_spelling_of_its_own_code(tmp_path: Path) -> None:
     [
         ("nomic_bert", {"moe_every_n_layers": 2}, "moe_every_n_layers: only 0 is supported"),
         ("nomic_bert", {"prenorm": True}, "prenorm: only false"),
+        ("nomic_bert", {"last_layer_subset": True}, "last_layer_subset: only false"),
+        ("nomic_bert", {"scale_attn_weights": False}, "scale_attn_weights: only true"),
+        ("modernbert", {"is_decoder": True}, "is_decoder: only false"),
+        ("modernbert", {"is_causal": True}, "is_causal: only false"),
         ("nomic_bert", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic is not supported in enc"),
         ("albert", {"num_hidden_groups": 2}, "num_hidden_groups: is 2, only 1 is supported"),
         ("mpnet", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets: only 32"),

@@ -81,8 +81,11 @@ class PlannedEngine:
     @property
     def advice(self) -> str | None:
         """How to use the MTP head of the checkpoint, if it has one that does not draft and nothing else does."""
-        unused = self.config.speculation is None and self.config.parallel.pipeline == 1 and self.files.kind == "hf"
-        if not unused or not has_head(self.files.path, self.model):
+        config = self.config
+        fits = config.parallel.pipeline == 1 and config.cache.layout == "paged" and not config.cache.tiers.enabled
+        if config.speculation is not None or not fits or self.files.kind != "hf":
+            return None
+        if not has_head(self.files.path, self.model):
             return None
         return 'the checkpoint has an MTP head: to draft with it, set speculative_config to {"method": "mtp"}'
 
@@ -241,7 +244,9 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
     parallel, facts = read_arguments(arguments).parallel, detect_hardware()
     model = with_usable_indexer(model, arguments, facts.device)
     models_of_ranks(model, parallel)  # raises if there are too many ranks, before weights are counted
-    draft = None if draft is None else with_usable_indexer(draft, arguments, facts.device)
+    if draft is not None:
+        draft = with_usable_indexer(draft, arguments, facts.device)
+        draft = draft if draft.eagle is not None else count_rank_weights(draft, parallel)  # ranks share no EAGLE head
     counted = count_rank_weights(model, parallel)
     config, memory = resolve_engine_config(arguments, facts, counted, draft, offline=offline)
     modules = read_modules(arguments.lora_modules, enable=arguments.enable_lora)

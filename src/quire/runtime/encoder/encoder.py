@@ -13,7 +13,7 @@ from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
 from quire.kernels.native.loader import set_threads
 from quire.runtime.encoder.batches import batches_of, pack
-from quire.runtime.encoder.dense import load_dense, random_dense
+from quire.runtime.encoder.dense import DenseLayers, load_dense, random_dense
 from quire.runtime.hardware import pin_cpu_threads
 from quire.runtime.layers.builder import TORCH_DTYPES, LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
@@ -92,3 +92,4 @@ class TextEncoder:
     def close(self) -> None:
         """Release the weights. Idempotent."""
         self._model = None
+        self._dense = DenseLayers((), ())

@@ -31,7 +31,7 @@ from quire.runtime.models.bert_names import (
 )
 from quire.runtime.models.family import Family
 from quire.runtime.models.gguf_encoder import GGUF
-from quire.runtime.models.hf_config import read_encoder, refuse_other, refuse_set
+from quire.runtime.models.hf_config import read_encoder, refuse_other
 from quire.runtime.models.labels import read_labels
 
 USUAL_EPS = 1e-12
@@ -94,8 +94,6 @@ def read_bert(
 ) -> ModelConfig:
     """Read the config. `skips_padding`: positions start at row pad_token_id + 1. `classifies`: there is a head."""
     refuse_other(config, "position_embedding_type", "absolute")
-    refuse_set(config, "is_decoder", usual=False)
-    refuse_set(config, "add_cross_attention", usual=False)
     offset = config.integer("pad_token_id", 1) + 1 if skips_padding else 0
     encoder = Encoder(config.integer("type_vocab_size", 2), offset, _num_labels(config, classifies))
     return read_encoder(config, name, BERT_KEYS, encoder, config.number("layer_norm_eps", USUAL_EPS))

@@ -67,6 +67,8 @@ def read_encoder(
 ) -> ModelConfig:  # fmt: skip
     """Read the config of an encoder, by default with learned positions. `keys`: the keys of hidden size, MLP size,
     number of layers, number of heads, and activation. `fields`: further fields of ModelConfig."""
+    for flag in ("is_decoder", "is_causal", "add_cross_attention"):
+        refuse_set(config, flag, usual=False)
     hidden, inner, layers, heads, activation = keys
     numbers: dict[str, Any] = {
         "architecture": name,

@@ -27,7 +27,7 @@ NOMIC_KEYS = {  # names in the files of Nomic's own code, by transformers' names
 }  # fmt: skip
 NOMIC_FLAGS = (
     "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm", "parallel_block", "use_rms_norm", "causal",
-    "rotary_emb_interleaved",
+    "rotary_emb_interleaved", "last_layer_subset",
 )  # fmt: skip
 
 
@@ -62,6 +62,7 @@ def read_nomic(config: Fields, name: str, *, classifies: bool = False) -> ModelC
     """Read the config in transformers' spelling or in that of Nomic's own code."""
     for key in NOMIC_FLAGS:
         refuse_set(config, key, usual=False)
+    refuse_set(config, "scale_attn_weights", usual=True)
     for key, usual in (("moe_every_n_layers", 0), ("num_experts", 0), ("rotary_emb_fraction", 1.0)):
         if config.number(key, usual) != usual:
             raise config.refuse(key, f"only {usual} is supported")

@@ -84,6 +84,17 @@ def test_the_memory_plan_counts_the_layer_of_the_head_and_a_hidden_state_of_each
     assert drafting.memory.block_bytes == plain.memory.block_bytes + 16 * own * 4
 
 
+def test_the_memory_plan_counts_what_a_rank_holds_of_the_head(folder: Path) -> None:
+    """Some of its layers are whole on every rank, and others are shared."""
+    settings = arguments(speculative_config={"method": "mtp"}, tensor_parallel_size=2)
+    speculation = plan_engine(files_at(folder), settings).config.speculation
+    assert speculation is not None
+    assert speculation.draft is not None
+    whole, weights = speculation.draft.num_parameters, speculation.draft.rank_weights
+    assert weights is not None
+    assert whole / 2 < weights.parameters < whole
+
+
 def test_a_head_has_no_embeddings_no_output_head_and_no_dense_layer_of_its_own(folder: Path) -> None:
     files = ModelFiles("model", folder, "hf", is_head=True)
     head, target = read_model_config(files), read_model_config(files_at(folder))
@@ -137,6 +148,7 @@ def test_the_log_of_a_start_names_a_head_that_nothing_uses(folder: Path, caplog:
     assert '{"method": "mtp"}' in advice
     assert plan_engine(files, arguments(speculative_config={"method": "mtp"})).advice is None
     assert plan_engine(files, arguments(speculative_config={"method": "ngram"})).advice is None
+    assert plan_engine(files, arguments(host_cache_memory="4MiB")).advice is None
     with caplog.at_level("INFO", "quire"):
         plan_engine(files, arguments()).build("auto", lambda *_: None).close()
     assert advice in caplog.text
