@@ -3,7 +3,7 @@ chunks see: a dequantized copy of a quantized cache, or those of expanded latent
 
 from __future__ import annotations
 
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.kv_cache import SCALED_DTYPES
 from quire.config.model import DTYPE_BYTES, Latent, ModelConfig
@@ -58,6 +58,14 @@ def scratch_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFact
     if not (is_hopper and takes and sees_all and device.dtype != "float32"):
         return 0
     return scratch_tokens(model, config) * _token_bytes(model, config)
+
+
+def chosen_memory(model: ModelConfig, scheduler: SchedulerConfig) -> int:
+    """Return the bytes that choosing tokens and attention to them take. `model`: the model of one rank."""
+    if model.indexer is None:
+        return 0
+    sizes = (model.heads.dim, model.heads.num_query, scheduler.max_num_batched_tokens, scheduler.max_model_len)
+    return model.indexer.scratch_memory(*sizes)
 
 
 def is_expanded(latent: Latent) -> bool:

@@ -185,6 +185,30 @@ def spans_of(batch: AttentionBatch) -> tuple[ChunkSpan, ...]:
     return (*decodes, *batch.chunks)
 
 
+def divide_batch(batch: AttentionBatch, limit: int) -> tuple[AttentionBatch | None, Tensor, tuple[ChunkSpan, ...]]:
+    """Divide a batch by position. Returns the tokens before position `limit` as a batch of their own (None: there are
+    none), their indices in `batch`, and the other tokens, each decode as a span."""
+    size, device, long = batch.block_size, batch.block_ids.device, int((batch.lengths > limit).sum())
+    later = list(spans_of(batch)[:long])
+    lengths, chunks, places = batch.lengths[long:], [], [np.arange(long, len(batch.lengths))]
+    for chunk in batch.chunks:
+        before = min(max(limit - chunk.start, 0), chunk.num_tokens)
+        if before > 0:
+            blocks = chunk.block_ids[: -(-(chunk.start + before) // size)]
+            chunks.append(ChunkSpan(sum(map(len, places)), chunk.start, before, blocks))
+            places.append(np.arange(chunk.begin, chunk.begin + before))
+        if before < chunk.num_tokens:
+            later.append(replace(chunk, begin=chunk.begin + before, start=chunk.start + before,
+                                 num_tokens=chunk.num_tokens - before))  # fmt: skip
+    found = torch.from_numpy(np.concatenate(places)).to(device)
+    if not len(found):
+        return None, found, tuple(later)
+    widest = -(-int(lengths[0]) // size) if len(lengths) else 0
+    tables = batch.block_ids[long:, :widest].contiguous()
+    before_limit = replace(batch, lengths=lengths, block_ids=tables, chunks=tuple(chunks))
+    return before_limit, found, tuple(later)
+
+
 class AttentionBackend(Protocol):
     """Computes attention over the paged cache, once per layer, with a plan that is made once per step.
 

@@ -1,14 +1,16 @@
 """Sparse attention of DeepSeek V3.2 and GLM-5: an indexer scores the tokens of a sequence, and attention reads those
 with the highest scores.
 
-The keys of an indexer are kept in the paged cache beside the latents. While all sequences of a step are short, all
-tokens are chosen: nothing is scored, and attention runs as without an indexer.
+The keys of an indexer are kept in the paged cache beside the latents. Up to the number of chosen tokens, a token
+attends to all before it: nothing is scored, and attention runs as without an indexer, also where other tokens of the
+step attend to chosen ones.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,15 @@ from quire.config.indexer import Indexer
 from quire.config.model import ModelConfig
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.reference.chosen import attend_chosen, choose_tokens
-from quire.runtime.attention.backend import ChunkSpan, LayerCache, indexable, spans_of, to_stored
+from quire.kernels.reference.quantize import LARGEST
+from quire.runtime.attention.backend import (
+    AttentionBackend,
+    ChunkSpan,
+    LayerCache,
+    divide_batch,
+    indexable,
+    to_stored,
+)
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import ForwardStep
@@ -27,8 +37,7 @@ if TYPE_CHECKING:
     from quire.runtime.layers.builder import LayerBuilder
 
 EPS = 1e-6  # of the norm of keys
-DENSE_LENGTHS = 2  # below this many times the chosen tokens, reading all latents for several tokens is faster
-_CHOSEN = "chosen tokens"  # memo key
+_CHOSEN, _DIVISION = "chosen tokens", "tokens that choose"  # memo keys
 
 
 class Turn(NamedTuple):
@@ -44,8 +53,9 @@ class Turn(NamedTuple):
 class Chosen(Protocol):
     """The tokens that the tokens of a step attend to."""
 
-    def attend(self, query: Tensor, cache: LayerCache, rule: AttentionRule) -> Tensor:
-        """Attend over latents. query [tokens, heads, dim] -> [tokens, heads * value dim]."""
+    def attend(self, query: Tensor, key: Tensor, cache: LayerCache, rule: AttentionRule) -> Tensor:
+        """Attend over latents. query [tokens, heads, dim]; key: of the step's tokens, as backends read it -> [tokens,
+        heads * value dim]."""
 
 
 class TokenChooser(Protocol):
@@ -101,12 +111,10 @@ class TokenIndexer(nn.Module):
             assert is_short, "the cache keeps no keys of the indexer"
             return None
         keys = turn(self._halves(self.k_norm.of(keys).unsqueeze(1)), step)
-        write_index(cache, keys.squeeze(1), step.slots_of(cache))
+        write_index(cache, self._in_range(keys.squeeze(1), cache), step.slots_of(cache))
         if not is_short:
-            assert step.batch is not None
             queries = turn(self._halves(queries.reshape(len(queries), own.num_heads, own.dim)), step)
-            spans = spans_of(step.batch)
-            chosen = ChosenTokens(tuple((span, self._choose(span, cache, queries, weights)) for span in spans))
+            chosen = self._choose(division_of(step, own.num_chosen), cache, queries, weights)
         step.memo[_CHOSEN] = chosen
         return chosen
 
@@ -117,36 +125,63 @@ class TokenIndexer(nn.Module):
         size = self._turned
         return torch.cat((x[..., 0:size:2], x[..., 1:size:2], x[..., size:]), dim=-1)
 
-    def _choose(self, span: ChunkSpan, cache: LayerCache, queries: Tensor, weights: Tensor) -> Tensor:
-        tokens = slice(span.begin, span.begin + span.num_tokens)
-        keys = read_index(cache, span.block_ids, span.length)
-        return choose_tokens(queries[tokens], keys, weights[tokens], span.positions, self._own.num_chosen)
+    def _in_range(self, keys: Tensor, cache: LayerCache) -> Tensor:
+        """Scale keys [tokens, dim] so that the cache holds the largest ones that the norm can give. One factor for all
+        keys of the layer does not change which have the highest scores."""
+        assert cache.index is not None
+        if cache.index.dtype != torch.float8_e4m3fn:
+            return keys
+        weight, bias = self.k_norm.weight.float().abs().amax(dim=1)
+        longest = (weight * self._own.dim**0.5 + bias) * 2**0.5  # of a rotated pair
+        scaled: Tensor = keys.float() * (LARGEST / longest).clamp_(max=1.0)
+        return scaled.clamp_(-LARGEST, LARGEST)  # NaN stays NaN
+
+    def _choose(self, division: Division, cache: LayerCache, queries: Tensor, weights: Tensor) -> ChosenTokens:
+        found = []
+        for span in division.spans:
+            tokens, read = slice(span.begin, span.begin + span.num_tokens), partial(read_index, cache, span.block_ids)
+            found.append(choose_tokens(queries[tokens], read, weights[tokens], span.start, self._own.num_chosen))
+        return ChosenTokens(division, tuple(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The tokens of a step by whether they attend to all tokens before them or to chosen ones."""
+
+    backend: AttentionBackend
+    plan: Any  # of those that attend to all; None: there are none
+    places: Tensor  # [tokens] of these
+    spans: tuple[ChunkSpan, ...]  # of the others
+
+
+def division_of(step: ForwardStep, num_chosen: int) -> Division:
+    """Return the division of a step's tokens, which all layers share."""
+    found: Division | None = step.memo.get(_DIVISION)
+    if found is None:
+        assert step.batch is not None
+        batch, places, spans = divide_batch(step.batch, num_chosen)
+        plan = None if batch is None else step.backend.prepare(batch)
+        found = step.memo[_DIVISION] = Division(step.backend, plan, places, spans)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """Implements Chosen with torch: the chosen positions of each span's tokens [tokens, chosen]."""
+    """Implements Chosen: the positions [tokens, chosen] that the tokens of each span attend to."""
 
-    spans: tuple[tuple[ChunkSpan, Tensor], ...]
+    division: Division
+    chosen: tuple[Tensor, ...]
 
-    def attend(self, query: Tensor, cache: LayerCache, rule: AttentionRule) -> Tensor:
-        rank, size = cache.value.shape[3], cache.key.shape[2]
+    def attend(self, query: Tensor, key: Tensor, cache: LayerCache, rule: AttentionRule) -> Tensor:
+        rank, division = cache.value.shape[3], self.division
         out = query.new_empty(*query.shape[:2], rank)
-
-        def attend(span: ChunkSpan, tokens: slice, seen: Tensor, chosen: Tensor, positions: Tensor) -> None:
-            latents = indexable(cache.key)[span.block_ids[seen // size], 0, seen % size].view(cache.key.dtype)
-            out[tokens] = attend_chosen(query[tokens], latents, chosen, positions, rule.scale, rank)
-
-        for span, chosen in self.spans:
-            if span.length < DENSE_LENGTHS * chosen.shape[1] and span.num_tokens > 1:
-                seen = torch.arange(span.length, device=query.device)
-                attend(span, slice(span.begin, span.begin + span.num_tokens), seen, chosen, span.positions)
-                continue
-            for token, own in enumerate(chosen):  # reads its chosen latents alone
-                seen = own[own <= span.start + token]
-                places = torch.arange(len(seen), device=query.device)
-                at = span.begin + token
-                attend(span, slice(at, at + 1), seen, places[None], places[-1:])
+        if division.plan is not None:
+            some, own = query[division.places], key[division.places]
+            found = division.backend.attend(some, own, own[..., :rank], cache, division.plan, rule)
+            out[division.places] = found.view(-1, *out.shape[1:])
+        for span, chosen in zip(division.spans, self.chosen, strict=True):
+            tokens, read = slice(span.begin, span.begin + span.num_tokens), partial(read_latents, cache, span.block_ids)
+            out[tokens] = attend_chosen(query[tokens], read, chosen, rule.scale, rank)
         return out.flatten(1)
 
 
@@ -159,11 +194,17 @@ def write_index(cache: LayerCache, keys: Tensor, slots: Tensor) -> None:
     indexable(cache.index).index_put_(places, indexable(to_stored(keys, cache.index.dtype)))
 
 
-def read_index(cache: LayerCache, block_ids: Tensor, num_tokens: int) -> Tensor:
-    """Return the indexer's keys of the first `num_tokens` tokens of a sequence [tokens, dim]."""
+def read_index(cache: LayerCache, block_ids: Tensor, positions: Tensor) -> Tensor:
+    """Return the indexer's keys of a sequence at `positions` [tokens] -> [tokens, dim]."""
     assert cache.index is not None
-    found = indexable(cache.index)[block_ids[: -(-num_tokens // cache.key.shape[2])]]
-    return found.view(cache.index.dtype).flatten(0, 1)[:num_tokens]
+    size = cache.key.shape[2]
+    return indexable(cache.index)[block_ids[positions // size], positions % size].view(cache.index.dtype)
+
+
+def read_latents(cache: LayerCache, block_ids: Tensor, positions: Tensor) -> Tensor:
+    """Return the latents of a sequence at `positions` [any] -> [any, dim]."""
+    size = cache.key.shape[2]
+    return indexable(cache.key)[block_ids[positions // size], 0, positions % size].view(cache.key.dtype)
 
 
 def chooser_of(config: ModelConfig, layer: int, build: LayerBuilder) -> TokenIndexer | LastChoice | None:

@@ -102,9 +102,9 @@ class LatentAttention(nn.Module):
             attended: Tensor = step.backend.attend_expanded(query, cache, plan, self.rule, products)
             return attended
         compared = products.to_latents(query).view(len(query), heads.num_query, heads.dim)
-        if chosen is not None:
-            return products.to_values(chosen.attend(compared, cache, self.rule))
         key = latents[:, None, -heads.dim :]  # [tokens, 1, dim]; rotated, unless the backend reads it from the cache
+        if chosen is not None:
+            return products.to_values(chosen.attend(compared, key, cache, self.rule))
         attended = step.backend.attend(compared, key, key[..., : latent.rank], cache, plan, self.rule)
         return products.to_values(attended)
 
@@ -164,7 +164,7 @@ class LatentAttention(nn.Module):
         by_head = compared.reshape(len(compared), self._heads.num_query, self._heads.dim)
         chosen = chooser.choose(step, cache, self._turn, *inputs)
         if chosen is not None:
-            return chosen.attend(by_head, cache, self.rule)
+            return chosen.attend(by_head, by_head[:, :1], cache, self.rule)  # keys are cached
         plan = step.attention_of(cache)
         attended: Tensor = step.backend.attend(by_head, by_head, by_head, cache, plan, self.rule)  # keys are cached
         return attended
