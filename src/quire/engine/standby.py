@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,6 +102,11 @@ class Standby:
         return "keep" if never_end else command.mode
 
     @property
+    def refuses(self) -> bool:
+        """Whether a new request would be refused: it does not wake the engine up."""
+        return self.state.refusal is not None and not (self._naps and self.state.has_weights)
+
+    @property
     def rests(self) -> bool:
         """Whether live requests give the engine nothing to do: they wait until it is resumed."""
         return (self.stops or self.holds) and self._is_drained("keep" if self.stops else "wait")
@@ -131,10 +136,13 @@ class Standby:
             if command.action == "state":  # not after commands that wait
                 done(replace(self.state, num_ended=0))
                 return
+            if command.action == "abort":  # nor is this
+                done(replace(self.state, num_ended=self._abort(command.requests)))
+                return
             self._check(command)
             is_first = command.action == "update_weights" and not self._orders
             is_all = self._check_weights(command) if is_first else None  # before any request is ended for it
-            ended = self._abort_all() if command.mode == "abort" and _drains(command) else 0
+            ended = self._abort(None) if command.mode == "abort" and _drains(command) else 0
         except QuireError as error:
             done(error)
             return
@@ -283,9 +291,10 @@ class Standby:
             return False
         return mode == "keep" or (live.num_started == 0 and not self._scheduler.tiers.has_transfers)
 
-    def _abort_all(self) -> int:
-        """Abort all live requests. Returns how many."""
-        names = list(self._live.groups)
+    def _abort(self, names: Iterable[str] | None) -> int:
+        """Abort live requests: those with these ids, or all. Returns how many."""
+        live = self._live.groups
+        names = list(live) if names is None else [name for name in names if name in live]
         for name in names:
             self._core.abort(Abort(name))
         return len(names)

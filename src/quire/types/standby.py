@@ -9,7 +9,7 @@ from quire.types.errors import InvalidRequest
 
 PauseMode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
-Action = Literal["pause", "resume", "sleep", "wake_up", "update_weights", "state"]
+Action = Literal["pause", "resume", "sleep", "wake_up", "update_weights", "abort", "state"]
 
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
@@ -37,6 +37,7 @@ class Command:
     tags: tuple[Tag, ...] = TAGS  # sleep, wake_up
     update: WeightUpdate = WeightUpdate()  # update_weights
     version: str | None = None  # update_weights: the name of the new weights; None: the next number
+    requests: tuple[str, ...] | None = None  # abort: their ids; None: all
 
 
 @dataclass(frozen=True, slots=True)
