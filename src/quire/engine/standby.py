@@ -18,7 +18,7 @@ from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.preemption import Recompute
 from quire.types.errors import EngineDead, InvalidRequest, QuireError
 from quire.types.request import Abort
-from quire.types.standby import AWAKE, TAGS, Command, PauseMode, StandbyState, WeightUpdate, check_command
+from quire.types.standby import AWAKE, TAGS, Command, PauseMode, StandbyState, Tag, WeightUpdate, check_command
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -204,23 +204,25 @@ class Standby:
         elif command.action == "resume":
             self._keeps, self.state = False, replace(self.state, is_paused=False)
         elif command.action == "sleep":
-            self._sleep(command.level)
+            self._sleep(command.level, command.tags)
         elif command.action == "wake_up":
             self._wake(command.tags)
         elif command.action == "update_weights":
             self._update(command, order.is_all)
         return replace(self.state, num_ended=order.num_ended)
 
-    def _sleep(self, level: int) -> None:
+    def _sleep(self, level: int, tags: tuple[Tag, ...]) -> None:
         executor, state = self._core.executor, self.state
         assert isinstance(executor, SleepingExecutor)
         self._naps = False
-        if set(state.asleep) == set(TAGS) and level <= state.sleep_level:
+        gives = tuple(tag for tag in tags if tag not in state.asleep or level > state.sleep_level)
+        if not gives:
             return
         drop_blocks(self._scheduler, with_tiers=False)
-        executor.sleep(level)
-        has_weights = state.has_weights and level == 1
-        self.state = replace(state, sleep_level=max(level, state.sleep_level), asleep=TAGS, has_weights=has_weights)
+        executor.sleep(level, gives)
+        has_weights = state.has_weights and (level == 1 or "weights" not in gives)
+        asleep = tuple(tag for tag in TAGS if tag in gives or tag in state.asleep)
+        self.state = replace(state, sleep_level=max(level, state.sleep_level), asleep=asleep, has_weights=has_weights)
 
     def _wake(self, tags: tuple[str, ...]) -> None:
         executor = self._core.executor
@@ -262,7 +264,7 @@ class Standby:
         self._scheduler.tree.namespace = self._namespace + secrets.token_bytes(16)
         self.state = replace(self.state, has_weights=False)
         try:
-            executor.apply_weights()
+            is_old = executor.apply_weights()
         except EngineDead:
             raise
         except Exception as error:
@@ -270,7 +272,9 @@ class Standby:
             raise QuireError(reason) from error
         self._num_updates += 1
         version = command.version or ("default" if is_own else str(self._num_updates))
-        self.state = replace(self.state, has_weights=True, weight_version=version)
+        self.state = replace(self.state, has_weights=True, weight_version=version, has_old_drafter=is_old)
+        if is_old:
+            logger.warning("the drafter still has older weights: its drafts are accepted less often")
 
     def _is_drained(self, mode: PauseMode) -> bool:
         """Whether the requests that a command waits for have ended."""

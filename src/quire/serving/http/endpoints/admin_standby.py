@@ -180,5 +180,6 @@ def _as_json(state: StandbyState) -> dict[str, Any]:
         "asleep": state.asleep,
         "has_weights": state.has_weights,
         "weight_version": state.weight_version,
+        "has_old_drafter": state.has_old_drafter,
         "ended_requests": state.num_ended,
     }
