@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KEYS_AT_ONCE = 1024  # keys that are scored together
-SCORES_AT_ONCE = 1 << 20  # numbers that are computed together
+KEYS_AT_ONCE, SCORES_AT_ONCE = 1024, 1 << 20  # as in kernels/reference/chosen.py
 _CHOICE_BYTES = 4  # of the position of a chosen token
 _RANK_BYTES = 40  # of a score while the highest are found
 

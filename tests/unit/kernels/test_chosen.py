@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from peak_memory import peak_bytes
-from quire.config.indexer import Indexer
+from quire.config.indexer import KEYS_AT_ONCE, SCORES_AT_ONCE, Indexer
 from quire.kernels.reference import chosen as chosen_module
 from quire.kernels.reference.chosen import attend_chosen, choose_tokens, score_tokens
 
@@ -89,6 +89,7 @@ def test_a_token_that_sees_a_key_that_is_not_a_number_fails_and_those_before_it_
 
 @pytest.mark.parametrize(("seen", "tokens"), [(3_000, 400), (80_000, 13), (2_000_000, 1)])
 def test_scratch_memory_is_what_the_plan_counts(seen: int, tokens: int) -> None:
+    assert (KEYS_AT_ONCE, SCORES_AT_ONCE) == (chosen_module.KEYS_AT_ONCE, chosen_module.SCORES_AT_ONCE)
     own, heads, dim, rank = Indexer(num_heads=8, dim=16, num_chosen=512, layers=(0,)), 16, 72, 64
     queries, weights = torch.randn(tokens, own.num_heads, own.dim), torch.randn(tokens, own.num_heads)
     query = torch.randn(tokens, heads, dim)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.config.indexer import KEYS_AT_ONCE, SCORES_AT_ONCE
-
+KEYS_AT_ONCE = 1024  # keys that are scored together
+SCORES_AT_ONCE = 1 << 20  # numbers that are computed together
 ReadCache = Callable[[Tensor], Tensor]  # from positions [any] to what the cache holds there [any, dim]
 FAULTY = -1  # in place of the positions for a token with a score that is not a number
 
