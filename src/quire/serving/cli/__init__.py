@@ -9,11 +9,25 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from importlib import import_module
 
 from quire.serving.process.spawning import Spawned, spawned_engine
 from quire.types.errors import ConfigError, DoesNotFit, InvalidRequest, QuireError
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+_FLAGS_OF = {  # each command: the module with its flags, and the function that adds them to the parser
+    "serve": ("serve_flags", "add_serve"),
+    "route": ("route", "add_route"),
+    "chat": ("arguments", "add_chat"),
+    "complete": ("arguments", "add_complete"),
+    "run-batch": ("run_batch", "add_run_batch"),
+    "bench": ("bench_flags", "add_bench"),
+    "pull": ("arguments", "add_pull"),
+    "doctor": ("arguments", "add_doctor"),
+    "tune": ("tune", "add_tune"),
+    "quantize": ("quantize", "add_quantize"),
+    "replay": ("replay", "add_replay"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with _engine_ahead(words) as engine:
-            args = _parser().parse_args(words)
+            args = _parser(words[0] if words else "").parse_args(words)
             return _run(args, engine)
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -65,16 +79,10 @@ def _one_line(error: Exception) -> str:
     return f"unexpected {type(error).__name__}: {text}; run again with --debug for the traceback"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str = "") -> argparse.ArgumentParser:
+    """Return the parser of one command, or of all commands if there is none of this name."""
     from quire import __version__
-    from quire.serving.cli.arguments import OneLineParser, add_chat, add_complete, add_doctor, add_pull, examples
-    from quire.serving.cli.bench_flags import add_bench
-    from quire.serving.cli.quantize import add_quantize
-    from quire.serving.cli.replay import add_replay
-    from quire.serving.cli.route import add_route
-    from quire.serving.cli.run_batch import add_run_batch
-    from quire.serving.cli.serve_flags import add_serve
-    from quire.serving.cli.tune import add_tune
+    from quire.serving.cli.arguments import OneLineParser, examples
 
     parser = OneLineParser(
         prog="quire",
@@ -89,17 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    add_serve(commands)
-    add_route(commands)
-    add_chat(commands)
-    add_complete(commands)
-    add_run_batch(commands)
-    add_bench(commands)
-    add_pull(commands)
-    add_doctor(commands)
-    add_tune(commands)
-    add_quantize(commands)
-    add_replay(commands)
+    for name in (command,) if command in _FLAGS_OF else _FLAGS_OF:
+        module, add = _FLAGS_OF[name]
+        getattr(import_module(f"quire.serving.cli.{module}"), add)(commands)
     return parser
 
 
