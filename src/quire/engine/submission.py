@@ -127,7 +127,7 @@ def check_images(request: Submit, limits: ImageLimits | None) -> None:
         if image.start < end or image.rows < 1 or not fits:
             reason = f"an image of {image.rows} x {image.columns} tokens at {image.start} cannot be placed"
             raise InvalidRequest("images", reason, f"an image has {FEWEST_TOKENS} to {grid.max_tokens} tokens")
-        if len(image.pixels) != image.num_placeholders * grid.unit**2 * 3 or len(image.key) != KEY_BYTES:
+        if not grid.fits(image) or len(image.key) != KEY_BYTES:
             raise InvalidRequest("images", "an image's pixels do not match its size", "resize it as the model asks")
         end = image.end
     if sum(len(image.pixels) for image in images) > MAX_PIXEL_BYTES:
