@@ -150,7 +150,7 @@ def test_an_update_that_fails_half_way_is_named_and_no_request_runs_until_anothe
     llm: LLM, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = llm._client._core.executor  # type: ignore[attr-defined]
-    weights = executor.standby._weights
+    weights = executor.standby._main.weights
     whole = type(weights).replace
 
     def fail(*given: Any) -> None:

@@ -54,7 +54,7 @@ def test_the_tower_gives_what_that_of_transformers_gives(case: Case) -> None:
     pixels = (shown.pixels.float() / 255 - 0.5) / 0.5
     with torch.no_grad():
         wanted = model.model.get_image_features(pixels.permute(2, 0, 1)[None]).pooler_output[0]
-        found = tower(shown.pixels.to(DEVICE))
+        (found,) = tower(shown.pixels[None].to(DEVICE))
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-5)
 
 

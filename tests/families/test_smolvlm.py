@@ -53,7 +53,7 @@ def test_the_tower_gives_what_that_of_transformers_gives(case: Case) -> None:
     assert tower is not None
     with torch.no_grad():
         wanted = model.model.get_image_features(**smolvlm_inputs([shown])).pooler_output[0]  # type: ignore[union-attr]
-        found = tower(shown.pixels.to(DEVICE))
+        (found,) = tower(shown.pixels[None].to(DEVICE))
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-5)
 
 

@@ -37,7 +37,7 @@ class FakeMemory:
         self.calls: list[Any] = []
         self.has_room = True
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int, tags: Any) -> None:
         self.calls.append(level)
 
     def wake_up(self, tags: Any) -> None:
@@ -51,8 +51,9 @@ class FakeMemory:
         self.calls.append(update.path)
         return True
 
-    def apply_weights(self) -> None:
+    def apply_weights(self) -> bool:
         self.calls.append("applied")
+        return False
 
 
 @pytest.fixture

@@ -57,6 +57,10 @@ class LocalLink:
     def backlog(self) -> Backlog | None:
         return self._backlog
 
+    def refuses(self) -> bool:
+        core = self._core
+        return core is not None and hasattr(core, "standby") and core.standby.refuses
+
     async def stats(self) -> EngineStats:
         return await self._ask(lambda core: core.stats())
 

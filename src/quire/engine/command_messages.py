@@ -20,17 +20,22 @@ class RunCommand(msgspec.Struct, frozen=True, tag="command"):
     tags: tuple[Tag, ...]
     path: str | None  # of new weights; None: the model's own files
     version: str | None
+    requests: tuple[str, ...] | None = None
 
     def command(self) -> Command:
         update = WeightUpdate(self.path)
-        return Command(self.action, self.mode, self.clears_cache, self.level, self.tags, update, self.version)
+        return Command(
+            self.action, self.mode, self.clears_cache, self.level, self.tags, update, self.version, self.requests
+        )
 
 
 def order_of(number: int, command: Command) -> RunCommand:
     """Return the message for a command. Raises InvalidRequest: an engine does not answer messages that it cannot
     decode."""
     one = check_command(command)
-    return RunCommand(number, one.action, one.mode, one.clears_cache, one.level, one.tags, one.update.path, one.version)
+    return RunCommand(
+        number, one.action, one.mode, one.clears_cache, one.level, one.tags, one.update.path, one.version, one.requests
+    )
 
 
 class CommandAnswer(msgspec.Struct, frozen=True, tag="commanded"):

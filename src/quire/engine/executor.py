@@ -65,9 +65,9 @@ class PreparesMore(Protocol):
 class SleepingExecutor(Protocol):
     """An executor that can give back memory and replace its weights. All methods are called with no step in flight."""
 
-    def sleep(self, level: int) -> None:
-        """Give back the memory of weights and KV cache. Level 1 keeps the weights in host memory, level 2 drops them.
-        Raises QuireError, and changes nothing."""
+    def sleep(self, level: int, tags: Sequence[str]) -> None:
+        """Give back the memory of "weights" or "kv_cache". Level 1 keeps the weights in host memory, level 2 drops
+        them. Raises QuireError, and changes nothing."""
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Take the memory of "weights" or "kv_cache" again; the cache is empty. Raises QuireError, and takes nothing,
@@ -77,6 +77,6 @@ class SleepingExecutor(Protocol):
         """Open and check new weights for `apply_weights`. Returns whether they are all that the model has. Raises
         InvalidRequest; nothing has changed then."""
 
-    def apply_weights(self) -> None:
-        """Replace the weights by those that were checked. If this raises, the model must not be run before all its
-        weights were replaced."""
+    def apply_weights(self) -> bool:
+        """Replace the weights by those that were checked. Returns whether those of a drafter are older now. If this
+        raises, the model must not be run before all its weights were replaced."""

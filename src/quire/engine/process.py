@@ -120,6 +120,7 @@ class EngineLoop:
                 self._deliver(out)
             if self._standby is not None:
                 self._standby.advance()
+                progress.set_refuses(refuses=self._standby.refuses)
             self._flush()
             self.between_steps()
             if not core.has_work:

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 _RECORD = struct.Struct("<Qdd")  # steps started, 1.0 during a step else 0.0, monotonic time of the last change
 _BACKLOG = struct.Struct("<QQ")  # steps ended, requests that wait although they are ready
-_SIZE = _RECORD.size + _BACKLOG.size
+_REFUSES = struct.Struct("<Q")  # whether the engine refuses requests, because it sleeps or has no weights
+_REFUSES_AT = _RECORD.size + _BACKLOG.size
+_SIZE = _REFUSES_AT + _REFUSES.size
 
 
 class Backlog(NamedTuple):
@@ -46,6 +48,10 @@ class ProgressRecord:
         """Report how many requests still wait for rows, blocks or tokens of a step."""
         _BACKLOG.pack_into(self._map, _RECORD.size, self._steps, num_waiting)
 
+    def set_refuses(self, *, refuses: bool) -> None:
+        """Report whether the engine refuses requests, because it sleeps or has no weights."""
+        _REFUSES.pack_into(self._map, _REFUSES_AT, refuses)
+
     def idle(self) -> None:
         _RECORD.pack_into(self._map, 0, self._steps, 0.0, time.monotonic())
 
@@ -73,6 +79,10 @@ class ProgressReader:
         """Return the backlog at the end of the last step; None before the first. A torn read is off by one step."""
         found = Backlog(*_BACKLOG.unpack_from(self._map, _RECORD.size))
         return found if found.steps else None
+
+    def refuses(self) -> bool:
+        """Return whether the engine refuses requests, because it sleeps or has no weights."""
+        return bool(_REFUSES.unpack_from(self._map, _REFUSES_AT)[0])
 
     def close(self) -> None:
         self._map.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +18,7 @@ from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.preemption import Recompute
 from quire.types.errors import EngineDead, InvalidRequest, QuireError
 from quire.types.request import Abort
-from quire.types.standby import AWAKE, TAGS, Command, PauseMode, StandbyState, WeightUpdate, check_command
+from quire.types.standby import AWAKE, TAGS, Command, PauseMode, StandbyState, Tag, WeightUpdate, check_command
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -102,6 +102,11 @@ class Standby:
         return "keep" if never_end else command.mode
 
     @property
+    def refuses(self) -> bool:
+        """Whether a new request would be refused: it does not wake the engine up."""
+        return self.state.refusal is not None and not (self._naps and self.state.has_weights)
+
+    @property
     def rests(self) -> bool:
         """Whether live requests give the engine nothing to do: they wait until it is resumed."""
         return (self.stops or self.holds) and self._is_drained("keep" if self.stops else "wait")
@@ -131,10 +136,13 @@ class Standby:
             if command.action == "state":  # not after commands that wait
                 done(replace(self.state, num_ended=0))
                 return
+            if command.action == "abort":  # nor is this
+                done(replace(self.state, num_ended=self._abort(command.requests)))
+                return
             self._check(command)
             is_first = command.action == "update_weights" and not self._orders
             is_all = self._check_weights(command) if is_first else None  # before any request is ended for it
-            ended = self._abort_all() if command.mode == "abort" and _drains(command) else 0
+            ended = self._abort(None) if command.mode == "abort" and _drains(command) else 0
         except QuireError as error:
             done(error)
             return
@@ -204,23 +212,25 @@ class Standby:
         elif command.action == "resume":
             self._keeps, self.state = False, replace(self.state, is_paused=False)
         elif command.action == "sleep":
-            self._sleep(command.level)
+            self._sleep(command.level, command.tags)
         elif command.action == "wake_up":
             self._wake(command.tags)
         elif command.action == "update_weights":
             self._update(command, order.is_all)
         return replace(self.state, num_ended=order.num_ended)
 
-    def _sleep(self, level: int) -> None:
+    def _sleep(self, level: int, tags: tuple[Tag, ...]) -> None:
         executor, state = self._core.executor, self.state
         assert isinstance(executor, SleepingExecutor)
         self._naps = False
-        if set(state.asleep) == set(TAGS) and level <= state.sleep_level:
+        gives = tuple(tag for tag in tags if tag not in state.asleep or level > state.sleep_level)
+        if not gives:
             return
         drop_blocks(self._scheduler, with_tiers=False)
-        executor.sleep(level)
-        has_weights = state.has_weights and level == 1
-        self.state = replace(state, sleep_level=max(level, state.sleep_level), asleep=TAGS, has_weights=has_weights)
+        executor.sleep(level, gives)
+        has_weights = state.has_weights and (level == 1 or "weights" not in gives)
+        asleep = tuple(tag for tag in TAGS if tag in gives or tag in state.asleep)
+        self.state = replace(state, sleep_level=max(level, state.sleep_level), asleep=asleep, has_weights=has_weights)
 
     def _wake(self, tags: tuple[str, ...]) -> None:
         executor = self._core.executor
@@ -262,7 +272,7 @@ class Standby:
         self._scheduler.tree.namespace = self._namespace + secrets.token_bytes(16)
         self.state = replace(self.state, has_weights=False)
         try:
-            executor.apply_weights()
+            is_old = executor.apply_weights()
         except EngineDead:
             raise
         except Exception as error:
@@ -270,7 +280,9 @@ class Standby:
             raise QuireError(reason) from error
         self._num_updates += 1
         version = command.version or ("default" if is_own else str(self._num_updates))
-        self.state = replace(self.state, has_weights=True, weight_version=version)
+        self.state = replace(self.state, has_weights=True, weight_version=version, has_old_drafter=is_old)
+        if is_old:
+            logger.warning("the drafter still has older weights: its drafts are accepted less often")
 
     def _is_drained(self, mode: PauseMode) -> bool:
         """Whether the requests that a command waits for have ended."""
@@ -279,9 +291,10 @@ class Standby:
             return False
         return mode == "keep" or (live.num_started == 0 and not self._scheduler.tiers.has_transfers)
 
-    def _abort_all(self) -> int:
-        """Abort all live requests. Returns how many."""
-        names = list(self._live.groups)
+    def _abort(self, names: Iterable[str] | None) -> int:
+        """Abort live requests: those with these ids, or all. Returns how many."""
+        live = self._live.groups
+        names = list(live) if names is None else [name for name in names if name in live]
         for name in names:
             self._core.abort(Abort(name))
         return len(names)

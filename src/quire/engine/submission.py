@@ -127,7 +127,7 @@ def check_images(request: Submit, limits: ImageLimits | None) -> None:
         if image.start < end or image.rows < 1 or not fits:
             reason = f"an image of {image.rows} x {image.columns} tokens at {image.start} cannot be placed"
             raise InvalidRequest("images", reason, f"an image has {FEWEST_TOKENS} to {grid.max_tokens} tokens")
-        if len(image.pixels) != image.num_placeholders * grid.unit**2 * 3 or len(image.key) != KEY_BYTES:
+        if not grid.fits(image) or len(image.key) != KEY_BYTES:
             raise InvalidRequest("images", "an image's pixels do not match its size", "resize it as the model asks")
         end = image.end
     if sum(len(image.pixels) for image in images) > MAX_PIXEL_BYTES:
@@ -233,6 +233,13 @@ def check_answer_size(request: Submit, config: SchedulerConfig, vocab_size: int)
         reason = f"makes the answer up to {size // 2**20} MiB large, limit {MAX_ANSWER // 2**20} MiB"
         fix = "lower it, n or max_tokens"
         raise InvalidRequest(field, reason, f"{fix}, {FEWER_SCORED}" if field == "prompt_logprobs" else fix)
+
+
+def tokens_that_fit(request: Submit, vocab_size: int) -> int:
+    """Return the most tokens that each answer to a request can have within the limit of `check_answer_size`."""
+    sampling = request.sampling
+    entry = _entry_bytes(sampling.logprobs, len(tuple(sampling.logprob_token_ids or ())), vocab_size)
+    return max(MAX_ANSWER - prompt_logprob_bytes(request, vocab_size), 0) // (sampling.n * (entry + _TOKEN))
 
 
 def prompt_logprob_bytes(request: Submit, vocab_size: int) -> int:

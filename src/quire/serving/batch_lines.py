@@ -93,6 +93,16 @@ def _line(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
 
 
+def is_asleep(status: int, body: bytes) -> bool:
+    """Whether a response says that the engine sleeps or has no weights: its request can wait until that is over."""
+    if status != 503:
+        return False
+    try:
+        return bool(json.loads(body)["error"]["code"] == "engine_asleep")
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
 def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     """Yield the lines of an input file that are not blank, with their numbers from 1. A line longer than `max_bytes` is
     yielded as None."""

@@ -15,7 +15,7 @@ from quire.serving.text.tokenizer import Tokenizer
 from quire.types.beam import BeamSearchParams
 from quire.types.errors import InvalidRequest
 from quire.types.grammar import CheckedGrammar
-from quire.types.images import PromptImage
+from quire.types.images import PromptImage, shown_together
 from quire.types.request import Submit, pack_tokens
 from quire.types.sampling import SamplingParams, TokenRules
 
@@ -61,6 +61,7 @@ class Prompt:
 
 def chat_prompt(taker: ImageTaker | None, text: str, images: tuple[PromptImage, ...]) -> Prompt:
     """Return the prompt of a rendered conversation. `taker`: read its images; None: the model takes none."""
+    images = shown_together(images)
     return Prompt(text=taker.with_replacements(text, images) if taker is not None and images else text, images=images)
 
 
@@ -278,6 +279,7 @@ class RequestMaker:
         for picture in prompt.pictures:
             budget.add_one(field)
             images.append(reader.prepare(field, picture, budget))
+        images = list(shown_together(images))
         text = None if prompt.text is None else with_replacements(prompt.text, reader.limits.grid, images)
         return replace(prompt, text=text, images=(*prompt.images, *images), pictures=())
 

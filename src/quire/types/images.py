@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b, shake_256
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,8 @@ class PromptImage:
     pixels: bytes
     key: bytes
     gap: int = 0
+    size: tuple[int, int] = (0, 0)  # height and width before resizing, if the picture's tokens depend on them
+    among: PromptImage | None = None  # the same picture as it is shown in a prompt with further ones, if that differs
     # Of a picture that has no place yet: its tiles, row by row, which come before it in the prompt, and those of a row.
     tiles: tuple[PromptImage, ...] = ()
     tiles_across: int = 0
@@ -62,9 +64,17 @@ class PromptImage:
         return self.start + self.num_tokens
 
 
-def image_key(rows: int, columns: int, pixels: bytes) -> bytes:
-    """Return the hash of an image's content and shape."""
-    return blake2b(b"%d %d " % (rows, columns) + pixels, digest_size=KEY_BYTES).digest()
+def shown_together(images: Sequence[PromptImage]) -> tuple[PromptImage, ...]:
+    """Return the images of one prompt as they are shown in it."""
+    if len(images) > 1:
+        return tuple(image.among or image for image in images)
+    return tuple(replace(image, among=None) if image.among else image for image in images)
+
+
+def image_key(rows: int, columns: int, pixels: bytes, size: tuple[int, int] = (0, 0)) -> bytes:
+    """Return the hash of an image's content and shape. `size`: see PromptImage."""
+    shape = b"%d %d %d %d " % (rows, columns, *size) if any(size) else b"%d %d " % (rows, columns)
+    return blake2b(shape + pixels, digest_size=KEY_BYTES).digest()
 
 
 def key_tokens(tokens: TokenIds, images: Sequence[PromptImage]) -> bytes:

@@ -9,7 +9,7 @@ from quire.types.errors import InvalidRequest
 
 PauseMode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
-Action = Literal["pause", "resume", "sleep", "wake_up", "update_weights", "state"]
+Action = Literal["pause", "resume", "sleep", "wake_up", "update_weights", "abort", "state"]
 
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
@@ -34,9 +34,10 @@ class Command:
     mode: PauseMode = "abort"  # pause, sleep, update_weights: what happens to live requests
     clears_cache: bool = True  # pause
     level: int = 1  # sleep
-    tags: tuple[Tag, ...] = TAGS  # wake_up
+    tags: tuple[Tag, ...] = TAGS  # sleep, wake_up
     update: WeightUpdate = WeightUpdate()  # update_weights
     version: str | None = None  # update_weights: the name of the new weights; None: the next number
+    requests: tuple[str, ...] | None = None  # abort: their ids; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class StandbyState:
     has_weights: bool = True  # False: they were dropped, or an update failed half way
     weight_version: str = "default"
     num_ended: int = 0  # requests that the last command has ended
+    has_old_drafter: bool = False  # the drafter has older weights than the model: its drafts are accepted less often
 
     @property
     def is_sleeping(self) -> bool:
@@ -78,5 +80,5 @@ def check_command(command: Command) -> Command:
     if unknown := [tag for tag in command.tags if tag not in TAGS]:
         raise InvalidRequest("tags", f"{unknown[0]!r:.40} is unknown", f"use {' and '.join(TAGS)}")
     if not command.tags:
-        raise InvalidRequest("tags", "are empty", "leave them out to wake up everything")
+        raise InvalidRequest("tags", "are empty", "leave them out to name both")
     return replace(command, tags=tuple(tag for tag in TAGS if tag in command.tags))

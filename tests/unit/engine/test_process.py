@@ -463,10 +463,10 @@ class Naps:
         self.fails = False
         executor: Any = engine.executor
         executor.sleep, executor.wake_up = self._sleep, self.calls.append
-        executor.check_weights = executor.apply_weights = self.calls.append
+        executor.check_weights, executor.apply_weights = self.calls.append, lambda: False
         engine.loop.nap_seconds = 0.02
 
-    def _sleep(self, level: int) -> None:
+    def _sleep(self, level: int, tags: object) -> None:
         self.calls.append(level)
         if self.fails:
             raise QuireError("no room")

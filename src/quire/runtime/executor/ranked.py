@@ -30,7 +30,7 @@ from quire.runtime.loading.progress import Progress
 from quire.runtime.parallel.results import merge_results
 from quire.types.adapters import AdapterInfo
 from quire.types.errors import EngineDead, InvalidRequest, QuireError
-from quire.types.standby import TAGS, WeightUpdate
+from quire.types.standby import WeightUpdate
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
@@ -185,13 +185,13 @@ class RankedExecutor:
         self._call(Kind.FORGET_ADAPTER, (digest,))
 
     # ------------------------------------------------------------------------------------------- SleepingExecutor
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int, tags: Sequence[str]) -> None:
         try:
-            self._call(Kind.STANDBY, ("sleep", level))
+            self._call(Kind.STANDBY, ("sleep", level, tuple(tags)))
         except EngineDead:
             raise
         except QuireError:
-            self._call(Kind.STANDBY, ("wake_up", TAGS))  # the ranks that did sleep
+            self._call(Kind.STANDBY, ("wake_up", tuple(tags)))  # the ranks that did sleep
             raise
         self._level = level
 
@@ -215,8 +215,8 @@ class RankedExecutor:
             found = self._call(Kind.STANDBY, ("check_weights", str(path), True))  # each rank maps the file
         return all(found)
 
-    def apply_weights(self) -> None:
-        self._call(Kind.STANDBY, ("apply_weights",))
+    def apply_weights(self) -> bool:
+        return any(self._call(Kind.STANDBY, ("apply_weights",)))
 
     def _call(self, kind: Kind, arguments: tuple[object, ...]) -> list[Any]:
         """Send a call to all ranks, and return their answers. Raises InvalidRequest if a rank refuses, and EngineDead

@@ -207,8 +207,8 @@ class SingleExecutor:
         return self.adapters.store
 
     # ------------------------------------------------------------------------------------------- SleepingExecutor
-    def sleep(self, level: int) -> None:
-        self.stand_by("sleep", level)
+    def sleep(self, level: int, tags: Sequence[str]) -> None:
+        self.stand_by("sleep", level, tags)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         self.stand_by("wake_up", tags)
@@ -216,8 +216,8 @@ class SingleExecutor:
     def check_weights(self, update: WeightUpdate) -> bool:
         return bool(self.stand_by("check_weights", update))
 
-    def apply_weights(self) -> None:
-        self.stand_by("apply_weights")
+    def apply_weights(self) -> bool:
+        return bool(self.stand_by("apply_weights"))
 
     def stand_by(self, method: str, *arguments: object) -> object:
         """Call a method of the worker's ModelStandby, from any thread."""
@@ -280,7 +280,7 @@ def _load(
         left_out = ("vision", "indexer")  # no request may have images, or is long enough for an indexer
         if any(getattr(config, each) is None and getattr(checkpoint.config, each) is not None for each in left_out):
             model.elsewhere |= describe_weights(checkpoint.config).keys() - describe_weights(config).keys()
-        with standby.loading(model):
+        with standby.loading(model, files):
             load_weights(model, checkpoint, progress=progress)
     finally:
         checkpoint.close()
@@ -288,7 +288,7 @@ def _load(
 
 
 def _load_random(
-    files: ModelFiles,  # noqa: ARG001 - part of the signature of Load
+    files: ModelFiles,
     config: ModelConfig,
     builder: LayerBuilder,
     standby: ModelStandby,
@@ -297,6 +297,6 @@ def _load_random(
 ) -> BaseModel:
     """Return the model with random weights."""
     model = build_model(config, builder)
-    with standby.loading(model):
+    with standby.loading(model, files):
         randomize_weights(model, seed, TORCH_DTYPES[config.dtype], progress=progress)
     return model

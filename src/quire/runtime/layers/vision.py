@@ -20,6 +20,16 @@ class VisionTower(nn.Module):
     state."""
 
 
+class TileTower(VisionTower):
+    """Base of towers that see images of one size, or tiles. `forward` takes several [tiles, side, side, 3], uint8, and
+    returns the vectors of their tokens [tiles, tokens, hidden]."""
+
+    def join(self, vectors: Tensor, size: tuple[int, int]) -> Tensor:  # noqa: ARG002
+        """Return the vectors of an image's tokens [tokens, hidden], given those of its tiles [tiles, tokens, hidden].
+        `size`: see PromptImage."""
+        return vectors.flatten(0, 1)
+
+
 class Part(NamedTuple):
     """`sets` sets of `size` consecutive patches each, from patch `begin` on. Patches attend within their set only."""
 
@@ -29,7 +39,8 @@ class Part(NamedTuple):
 
 
 def cut_patches(pixels: Tensor, vision: Vision, dtype: torch.dtype) -> Tensor:  # [patches, channels * frames * patch^2]
-    """Cut an image [height, width, 3] into normalized patches. Patches that are merged into one token are adjacent."""
+    """Cut an image [height, width, 3] into normalized patches. Patches that are merged into one token are adjacent.
+    Tiles of one size may lie one below the other."""
     patch, merge = vision.patch, vision.merge
     rows, columns = pixels.shape[0] // (patch * merge), pixels.shape[1] // (patch * merge)
     mean, std = (torch.tensor(numbers, device=pixels.device) for numbers in (vision.mean, vision.std))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,11 @@ from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import ModelFiles, files_at
 from quire.runtime.loading.given import GivenFile, tensors_of
 from quire.runtime.loading.hf.checkpoint import HfCheckpoint
+from quire.runtime.loading.hf.mtp import has_head
 from quire.runtime.loading.hf.safetensors import SafetensorsFile
 from quire.runtime.loading.replace import WeightSet
-from quire.runtime.loading.weights import check_names, check_shape
+from quire.runtime.loading.weights import TIED_HEAD, check_names, check_shape, differing_head
+from quire.runtime.models.registry import find_family
 from quire.types.errors import ConfigError, InvalidRequest
 from quire.types.standby import WeightUpdate
 
@@ -30,6 +32,7 @@ class NewWeights:
 
     def __init__(self, checkpoint: Checkpoint, names: frozenset[str], *, is_all: bool) -> None:
         self._checkpoint, self.names, self.is_all = checkpoint, names, is_all
+        self.is_empty = not checkpoint.names  # no layer of any rank reads what was given
 
     def fill(self, layer: WeightLayer, part: str, name: str) -> None:
         """Load one part of a layer."""
@@ -60,21 +63,59 @@ def open_weights(
 ) -> NewWeights:
     """Open new weights and check their names and shapes. `config`: of the running model; `elsewhere`: tensors that it
     does not hold here. Raises InvalidRequest or ModelLoadError."""
-    is_partial = update.is_partial or update.tensors is not None
+    is_partial = _is_partial(update)
     checkpoint = _open_some(update, files) if is_partial else _open_all(update, files, config)
     try:
-        shapes, known = weights.shapes(), weights.shapes().keys() | elsewhere
+        known = weights.shapes().keys() | elsewhere
         if is_partial:
-            _check_some(checkpoint, weights, known)
+            check_names(checkpoint, set(checkpoint.names) & known, frozenset())
+            _check_tied_head(checkpoint, weights, known)
+            _check_groups(checkpoint, weights)
         else:
-            check_names(checkpoint, set(shapes), elsewhere)
-        names = frozenset(checkpoint.names & shapes.keys())
-        for name in sorted(names):
-            check_shape(checkpoint, name, shapes[name])
-        return NewWeights(checkpoint, names, is_all=names == shapes.keys())
+            check_names(checkpoint, set(weights.shapes()), elsewhere)
+        return _checked(checkpoint, weights)
     except BaseException:
         checkpoint.close()
         raise
+
+
+def open_head(
+    update: WeightUpdate, files: ModelFiles, config: ModelConfig, weights: WeightSet, elsewhere: frozenset[str]
+) -> NewWeights | None:
+    """Open new weights of the MTP head in a model's checkpoint, as `open_weights` does. None: the new weights have none
+    for the head."""
+    is_partial = _is_partial(update)
+    if is_partial:
+        checkpoint: Checkpoint = _open_some(update, files, is_head=True)
+    else:
+        found = files if update.path is None else files_at(Path(update.path))
+        if found.kind != "hf" or not has_head(found.path, config):
+            return None
+        checkpoint = open_checkpoint(replace(found, is_head=True))
+    try:
+        if is_partial and not checkpoint.names:
+            checkpoint.close()
+            return None
+        given = checkpoint.names & (weights.shapes().keys() | elsewhere) if is_partial else set(weights.shapes())
+        check_names(checkpoint, set(given), frozenset() if is_partial else elsewhere)
+        _check_groups(checkpoint, weights)
+        return _checked(checkpoint, weights)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _is_partial(update: WeightUpdate) -> bool:
+    return update.is_partial or update.tensors is not None
+
+
+def _checked(checkpoint: Checkpoint, weights: WeightSet) -> NewWeights:
+    """Check the shapes of the tensors that these layers load."""
+    shapes = weights.shapes()
+    names = frozenset(checkpoint.names & shapes.keys())
+    for name in sorted(names):
+        check_shape(checkpoint, name, shapes[name])
+    return NewWeights(checkpoint, names, is_all=names == shapes.keys())
 
 
 def _open_all(update: WeightUpdate, files: ModelFiles, config: ModelConfig) -> Checkpoint:
@@ -91,25 +132,38 @@ def _open_all(update: WeightUpdate, files: ModelFiles, config: ModelConfig) -> C
     return checkpoint
 
 
-def _open_some(update: WeightUpdate, files: ModelFiles) -> Checkpoint:
+def _open_some(update: WeightUpdate, files: ModelFiles, *, is_head: bool = False) -> HfCheckpoint:
     """Open tensors that were given by their names in the running model's checkpoint."""
     if files.kind != "hf":
         reason = "cannot be given by name, because the model was loaded from a GGUF file"
         raise InvalidRequest(_FIELD, reason, "load it from a folder of safetensors, or give the path of a GGUF file")
     given = SafetensorsFile(Path(str(update.path))) if update.is_partial else GivenFile(tensors_of(update.tensors))
-    return HfCheckpoint(files.path, given)
-
-
-def _check_some(checkpoint: Checkpoint, weights: WeightSet, known: Iterable[str]) -> None:
-    """Refuse names that the model does not have, and layers of which only some tensors are given."""
-    check_names(checkpoint, set(checkpoint.names) & set(known), frozenset())
-    if not checkpoint.names:
+    if not given.tensors:
         raise InvalidRequest(_FIELD, "are none", "give at least one tensor")
+    return HfCheckpoint(files.path, given, is_head=is_head)
+
+
+def _check_groups(checkpoint: Checkpoint, weights: WeightSet) -> None:
+    """Refuse layers of which only some tensors are given."""
     for group in weights.groups():
         missing = [name for name in group if name not in checkpoint.names]
         if missing and len(missing) < len(group):
             reason = f"of one layer can only be replaced together, and {missing[0]} is missing"
             raise InvalidRequest(_FIELD, reason, f"give {group[0]} and it in one call")
+
+
+def _check_tied_head(checkpoint: Checkpoint, weights: WeightSet, known: Collection[str]) -> None:
+    """Refuse an output head for a tied model, whose embedding comes in another call, unless it equals the running
+    embedding. (`check_names` compares it with an embedding of the same call.)"""
+    table = find_family(checkpoint.config.architecture).embedding
+    if TIED_HEAD not in checkpoint.names or TIED_HEAD in known or table in checkpoint.names:
+        return
+    shape = weights.shapes().get(table)
+    if shape is None:  # another rank holds the table
+        return
+    has_shape = tuple(checkpoint.shape(TIED_HEAD)) == shape
+    if not has_shape or not weights.holds(table, lambda layer, part, _: layer.load(part, checkpoint.read(TIED_HEAD))):
+        raise differing_head(checkpoint)
 
 
 def _difference(found: ModelConfig, running: ModelConfig) -> str | None:

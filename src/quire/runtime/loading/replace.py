@@ -74,6 +74,15 @@ class WeightSet:
         return None
 
     @torch.inference_mode()
+    def holds(self, name: str, fill: Fill) -> bool:
+        """Whether the embedding table with this name has the values that `fill` loads."""
+        for entry in self._chosen((name,)):
+            if isinstance(entry.layer, Embedding):
+                found = _loaded(entry, fill, in_place=False)
+                return found.weight.shape == entry.layer.weight.shape and found.weight.equal(entry.layer.weight)
+        return False
+
+    @torch.inference_mode()
     def replace(self, fill: Fill, names: Collection[str]) -> None:
         """Load these parts by `fill` and put them in the place of the old ones. All parts of a layer must be named. If
         this raises, the weights are of no use until all of them have been replaced."""

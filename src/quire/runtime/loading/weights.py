@@ -26,7 +26,7 @@ logger = logging.getLogger("quire.runtime")
 Progress = Callable[[str, int, int], None]  # what, done, total
 
 _HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exporters wrote; derived from the config
-_HEAD = "lm_head.weight"
+TIED_HEAD = "lm_head.weight"  # of a tied model, where it must be the embedding
 
 
 @torch.inference_mode()
@@ -88,11 +88,11 @@ def check_names(checkpoint: Checkpoint, wanted: set[str], elsewhere: frozenset[s
             tensor=missing[0],
             fix="the file is incomplete or its config does not describe it",
         )
-    extra = sorted(name for name in checkpoint.names - wanted - elsewhere if not name.endswith(_HARMLESS_SUFFIXES))
-    if extra == [_HEAD]:
-        if find_family(checkpoint.config.architecture).embedding in wanted:
-            _check_tied(checkpoint)
-    elif extra:
+    unread = checkpoint.names - wanted - elsewhere
+    extra = sorted(name for name in unread - {TIED_HEAD} if not name.endswith(_HARMLESS_SUFFIXES))
+    if TIED_HEAD in unread and find_family(checkpoint.config.architecture).embedding in wanted:
+        _check_tied(checkpoint)
+    if extra:
         raise ModelLoadError(
             checkpoint.source(extra[0]),
             "has no place in this model" + (f", nor have {len(extra) - 1} more" if len(extra) > 1 else ""),
@@ -104,14 +104,19 @@ def check_names(checkpoint: Checkpoint, wanted: set[str], elsewhere: frozenset[s
 def _check_tied(checkpoint: Checkpoint) -> None:
     """Refuse an output head stored in a tied model unless it equals the embedding."""
     embedding = find_family(checkpoint.config.architecture).embedding
-    if checkpoint.shape(_HEAD) == checkpoint.shape(embedding) and torch.equal(
-        checkpoint.read(_HEAD), checkpoint.read(embedding)
-    ):
-        return
-    raise ModelLoadError(
-        checkpoint.source(_HEAD),
+    if checkpoint.shape(TIED_HEAD) == checkpoint.shape(embedding):
+        head, table = checkpoint.read(TIED_HEAD), checkpoint.read(embedding)
+        if head.equal(table) if head.dtype == table.dtype else head.float().equal(table.float()):
+            return
+    raise differing_head(checkpoint)
+
+
+def differing_head(checkpoint: Checkpoint) -> ModelLoadError:
+    """Return the error for an output head of a tied model that differs from the embedding."""
+    return ModelLoadError(
+        checkpoint.source(TIED_HEAD),
         "differs from the embedding although the config ties them",
-        tensor=_HEAD,
+        tensor=TIED_HEAD,
         fix="set tie_word_embeddings to false in the config",
     )
 

@@ -12,8 +12,8 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.vision import (
     Part,
     PlainVisionMLP,
+    TileTower,
     VisionAttention,
-    VisionTower,
     cut_patches,
     stretch_positions,
 )
@@ -59,7 +59,7 @@ class SiglipEncoder(nn.Module):
         self.layers = nn.ModuleList(SiglipBlock(vision, build) for _ in range(vision.depth))
 
 
-class SiglipPatches(VisionTower):
+class SiglipPatches(TileTower):
     """What SigLIP's towers share: patches with positions, the encoder and the norm behind it."""
 
     def __init__(self, vision: Vision, build: LayerBuilder) -> None:
@@ -70,15 +70,15 @@ class SiglipPatches(VisionTower):
         self.encoder = SiglipEncoder(vision, build)
         self.post_layernorm = build.layer_norm("post_layernorm", size, vision.norm_eps)
 
-    def encode(self, pixels: Tensor, positions: Tensor) -> Tensor:
-        """Return the normed patches [side * side, merge ** 2, hidden] of an image; positions: added to each."""
-        vision, side = self.vision, self.vision.grid.fixed
-        x: Tensor = self.embed(cut_patches(pixels, vision, self._dtype))
-        x = x + positions.to(x.dtype)
+    def encode(self, tiles: Tensor, positions: Tensor) -> Tensor:
+        """Return the normed patches [tiles * side * side, merge ** 2, hidden] of tiles [tiles, side, side, 3];
+        positions [patches of a tile, hidden]: added to each."""
+        x: Tensor = self.embed(cut_patches(tiles.flatten(0, 1), self.vision, self._dtype))
+        x = (x.view(len(tiles), *positions.shape) + positions.to(x.dtype)).flatten(0, 1)
         for block in self.encoder.layers:
-            x = block(x, [Part(0, 1, len(x))])
+            x = block(x, [Part(0, len(tiles), len(positions))])
         found: Tensor = self.post_layernorm(x)
-        return found.view(side * side, vision.merge**2, -1)
+        return found.view(-1, self.vision.merge**2, found.shape[-1])
 
 
 class SiglipTower(SiglipPatches):
@@ -88,11 +88,11 @@ class SiglipTower(SiglipPatches):
         self.mm_soft_emb_norm = build.rms_norm("mm_soft_emb_norm", size, vision.norm_eps, NORM_OFFSET)
         self.project = build.whole_linear("mm_input_projection", size, hidden_size, bias=False, transposed=True)
 
-    def forward(self, pixels: Tensor) -> Tensor:  # [height, width, 3] -> [tokens, hidden]
+    def forward(self, tiles: Tensor) -> Tensor:  # [images, side, side, 3] -> [images, tokens, hidden]
         vision, side = self.vision, self.vision.grid.fixed
-        patches = self.encode(pixels, stretch_positions(self.table.weight, side, side, vision.merge))
+        patches = self.encode(tiles, stretch_positions(self.table.weight, side, side, vision.merge))
         found: Tensor = self.project(self.mm_soft_emb_norm(patches.mean(dim=1)))
-        return found
+        return found.view(len(tiles), side * side, -1)
 
 
 def read_siglip(config: Fields) -> Vision:

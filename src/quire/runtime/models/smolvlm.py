@@ -1,6 +1,6 @@
 """SmolVLM and Idefics 3: Llama with SigLIP, which sees a picture in tiles and once more as a whole.
 
-The patches of a token are concatenated and projected. Each tile is an image of its own.
+The patches of a token are concatenated and projected. Each tile is an image of its own in the prompt.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
+from quire.config.tiling import Tiling
 from quire.config.vision import ImageGrid, Vision
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.vision import VisionTower, patch_places
@@ -46,13 +47,13 @@ class SmolVLMTower(SiglipPatches):
         size = vision.hidden_size * vision.merge**2
         self.project = build.whole_linear("modality_projection.proj", size, hidden_size, bias=False)
 
-    def forward(self, pixels: Tensor) -> Tensor:  # [height, width, 3] -> [tokens, hidden]
+    def forward(self, tiles: Tensor) -> Tensor:  # [tiles, side, side, 3] -> [tiles, tokens, hidden]
         vision, side = self.vision, self.vision.grid.fixed
-        row, column = patch_places(side, side, vision.merge, pixels.device).unbind(1)
-        line = _lines(vision.table_side, pixels.device)
+        row, column = patch_places(side, side, vision.merge, tiles.device).unbind(1)
+        line = _lines(vision.table_side, tiles.device)
         positions = self.table.weight[line[row] * vision.table_side + line[column]]
-        found: Tensor = self.project(self.encode(pixels, positions).flatten(1))
-        return found
+        found: Tensor = self.project(self.encode(tiles, positions).flatten(1))
+        return found.view(len(tiles), side * side, -1)
 
 
 def _lines(side: int, device: torch.device) -> Tensor:  # [side], int64
@@ -98,12 +99,15 @@ def read_tower(config: Fields) -> Vision:
     tile = read_edge(prepared, "max_image_size", image, 1, _MOST_PIXELS)
     if tile // patch != side:
         raise prepared.refuse("max_image_size", f"only {image} is supported, the tower's size")
+    longest = read_edge(prepared, "size", 4 * tile, tile, _MOST_PIXELS)
+    tiling = Tiling(
+        "longest", tile, longest, is_cut=prepared.flag("do_image_splitting", True), is_joined=False,
+        text=f"{_AROUND}<row_{{row}}_col_{{column}}>{_PLACEHOLDER}", row_end="\n", end="\n",
+    )  # fmt: skip
     grid = ImageGrid(
         read_placeholder(config, "image_token_id", 128_257), patch * merge, tile**2, tile**2, fixed=side // merge,
-        tile=tile, longest=read_edge(prepared, "size", 4 * tile, tile, _MOST_PIXELS), resampling="lanczos",
-        splits=prepared.flag("do_image_splitting", True), begin_token=_PLACEHOLDER,
+        tiling=tiling, resampling="lanczos", begin_token=_PLACEHOLDER,
         replacement=f"{_AROUND}{_WHOLE}{_PLACEHOLDER}{_AROUND}",
-        tile_text=f"{_AROUND}<row_{{row}}_col_{{column}}>{_PLACEHOLDER}",
     )  # fmt: skip
     mean, std = read_channels(prepared, "image_mean", HALF), read_channels(prepared, "image_std", HALF)
     return Vision(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Protocol
 from zlib import crc32
 
@@ -14,7 +15,8 @@ from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.layers.weights import WeightLayer
 from quire.runtime.loading.files import ModelFiles
-from quire.runtime.loading.new_weights import open_weights
+from quire.runtime.loading.given import tensors_of
+from quire.runtime.loading.new_weights import NewWeights, open_head, open_weights
 from quire.runtime.loading.replace import WeightSet
 from quire.runtime.models.base import BaseModel
 from quire.runtime.object_tensors import DoesNotMatch
@@ -35,6 +37,15 @@ class _Source(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Part:
+    """A loaded model whose weights can be replaced: the one that answers, or the MTP head in its checkpoint."""
+
+    model: BaseModel
+    weights: WeightSet
+    new: _Source | None = None  # checked, and not put into the model yet
+
+
 class ModelStandby:
     """The weights and the KV cache of one worker, as far as they can be given back and replaced. The caller ensures
     that no step runs."""
@@ -45,28 +56,34 @@ class ModelStandby:
         self._seed = engine.scheduler.seed if is_random else None
         self._has_graphs = self._device.type == "cuda" and not engine.device.enforce_eager
         self._memory = _make_memory(engine, self._device)
-        self._model: BaseModel | None = None
-        self._weights: WeightSet | None = None
-        self._new: _Source | None = None  # checked, and not put into the model yet
+        self._main: _Part | None = None
+        self._head: _Part | None = None
+        self._has_drafts = False  # a model that drafts has files of its own
+        self._is_reload = False  # the new weights are those of the model's own files
+        self._head_follows = False  # the MTP head was replaced too, when the model was
 
     def in_use(self) -> AbstractContextManager[None]:
         """Return the context in which the worker must be made."""
         return using_memory(self._memory)
 
-    def loading(self, model: BaseModel) -> AbstractContextManager[None]:
+    def loading(self, model: BaseModel, files: ModelFiles) -> AbstractContextManager[None]:
         """Return the context in which a model must be loaded. The first is the one that answers, any other drafts."""
-        if self._model is not None:
-            return self._memory.holding("drafts")
-        self._model, self._weights = model, WeightSet(model)
-        return self._memory.holding("weights")
+        if self._main is None:
+            self._main = _Part(model, WeightSet(model))
+            return self._memory.holding("weights")
+        if files.is_head:
+            self._head = _Part(model, WeightSet(model))
+        else:
+            self._has_drafts = True
+        return self._memory.holding("drafts")
 
     def sleep(self, level: int, tags: Sequence[Tag] = TAGS) -> None:
         """Give back the memory of weights and KV cache, or of one of them. Level 1 keeps the weights in host memory.
         Raises QuireError, and changes nothing."""
-        assert self._weights is not None
+        assert self._main is not None
         self._wait()
         if "weights" in tags:
-            self._memory.sleep("weights", keeps=level == 1, weights=self._weights.tensors())
+            self._memory.sleep("weights", keeps=level == 1, weights=self._main.weights.tensors())
         if "kv_cache" in tags:
             self._memory.sleep("kv_cache", keeps=False)
 
@@ -77,17 +94,15 @@ class ModelStandby:
     def check_weights(self, update: WeightUpdate) -> bool:
         """Open new weights for `apply_weights`, and return whether they are all that the model has. Raises
         InvalidRequest if it cannot take them; nothing has changed then."""
-        assert self._weights is not None
-        assert self._model is not None
+        assert self._main is not None
         self.drop_weights()
-        if update == WeightUpdate() and self._seed is not None:
-            self._new = _RandomWeights(self._weights, self._seed, TORCH_DTYPES[self._config.dtype], self._device)
-            return True
+        self._is_reload = update == WeightUpdate()
         try:
-            new = open_weights(update, self._files, self._config, self._weights, self._model.elsewhere)
-            self._new = new
-            with threads_for(self._weights.num_values(new.names)):
-                new.check(self._weights, has_graphs=self._has_graphs)
+            self._open(update)
+            for part in self._parts():
+                if isinstance(part.new, NewWeights):
+                    with threads_for(part.weights.num_values(part.new.names)):
+                        part.new.check(part.weights, has_graphs=self._has_graphs)
         except BaseException as error:
             self.drop_weights()
             if isinstance(error, ModelLoadError):
@@ -97,34 +112,60 @@ class ModelStandby:
                 fix = "give weights that are stored like those that the engine was started with"
                 raise InvalidRequest("weights", str(error), fix) from None
             raise
-        return new.is_all
+        assert self._main.new is not None
+        return self._main.new.is_all
 
-    def apply_weights(self) -> None:
-        """Put the weights of `check_weights` into the model. If this raises, the weights are of no use until all of
-        them have been replaced."""
-        new = self._new
-        assert new is not None, "check_weights was not called"
-        assert self._weights is not None
-        assert self._model is not None
+    def _open(self, update: WeightUpdate) -> None:
+        """Open the new weights of the model, and those of its MTP head if there are any."""
+        main, head = self._main, self._head
+        assert main is not None
+        if update == WeightUpdate() and self._seed is not None:
+            for part in self._parts():
+                part.new = _RandomWeights(part.weights, self._seed, TORCH_DTYPES[self._config.dtype], self._device)
+            return
+        if update.tensors is not None:  # read once: they may be an iterator
+            update = replace(update, tensors=tensors_of(update.tensors))
+        main.new = new = open_weights(update, self._files, self._config, main.weights, main.model.elsewhere)
+        if head is not None:
+            head.new = open_head(update, self._files, self._config, head.weights, head.model.elsewhere)
+        if new.is_empty and (head is None or head.new is None):
+            raise InvalidRequest("weights", "have no tensor that this model reads", "give tensors of its checkpoint")
+
+    def apply_weights(self) -> bool:
+        """Put the weights of `check_weights` into the model. Returns whether those of a drafter are older now, so that
+        its drafts are accepted less often. If this raises, the weights are of no use until all of them have been
+        replaced."""
+        main, head = self._main, self._head
+        assert main is not None
+        assert main.new is not None, "check_weights was not called"
+        if head is not None and (main.new.is_all or head.new is not None):
+            self._head_follows = head.new is not None
         try:
-            with threads_for(self._weights.num_values(new.names)):
-                self._weights.replace(new.fill, new.names)
-            self._model.blocks.forget_programs()
+            for part in self._parts():
+                if part.new is not None:
+                    with threads_for(part.weights.num_values(part.new.names)):
+                        part.weights.replace(part.new.fill, part.new.names)
+                    part.model.blocks.forget_programs()
             self._wait()
         finally:
             self.drop_weights()
+        return (self._has_drafts and not self._is_reload) or (head is not None and not self._head_follows)
 
     def drop_weights(self) -> None:
         """Forget the weights of `check_weights`. Idempotent."""
-        if self._new is not None:
-            self._new.close()
-            self._new = None
+        for part in self._parts():
+            if part.new is not None:
+                part.new.close()
+                part.new = None
 
     def close(self) -> None:
         """Let go of the model. Idempotent."""
         self.drop_weights()
-        self._model = self._weights = None
+        self._main = self._head = None
         self._memory.close()
+
+    def _parts(self) -> list[_Part]:
+        return [part for part in (self._main, self._head) if part is not None]
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.config.vision import Vision
+from quire.config.vision import ImageLimits, Vision, tiles_at_once
 from quire.runtime.layers.step import Features, ImageBlock
-from quire.runtime.layers.vision import VisionTower
+from quire.runtime.layers.vision import TileTower, VisionTower
 from quire.runtime.sampling.samples import Longs
 from quire.runtime.transfer import Uploader
 from quire.types.errors import InvalidRequest
@@ -31,11 +31,13 @@ class ImageRows:
     """
 
     def __init__(
-        self, tower: VisionTower, vision: Vision, num_rows: int, capacity: int, device: torch.device,
+        self, tower: VisionTower, vision: Vision, num_rows: int, limits: ImageLimits | None, device: torch.device,
         uploader: Uploader, tables: tuple[Tensor, ...] = (), block_size: int = 1,
     ) -> None:  # fmt: skip
-        """`tables`: all block tables [rows, blocks]."""
-        self._tower, self._vision, self._capacity, self._uploader = tower, vision, capacity, uploader
+        """`tables`: all block tables [rows, blocks]. `limits`: None: as few vectors are kept as possible."""
+        self._tower, self._vision, self._uploader = tower, vision, uploader
+        self._capacity = 0 if limits is None else limits.max_kept_tokens
+        self._at_once = 1 if limits is None or not vision.grid.fixed else tiles_at_once(vision, limits)
         self._tables, self._block_size = tables, block_size
         self.shifts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._host_shifts: Longs = np.zeros(num_rows, dtype=np.int64)  # position minus index of tokens after the prompt
@@ -78,8 +80,7 @@ class ImageRows:
 
     def check_image(self, image: PromptImage) -> None:
         """Raise InvalidRequest for an image whose pixel data does not match its size."""
-        unit = self._vision.grid.unit
-        if len(image.pixels) != image.num_placeholders * unit * unit * 3:
+        if not self._vision.grid.fits(image):
             raise InvalidRequest("images", "an image's pixels do not match its size", "resize it as the model asks")
 
     # -------------------------------------------------------------------------------------------------- positions
@@ -104,6 +105,7 @@ class ImageRows:
         """Return the vectors of all image tokens that the plan's chunks compute, or None if there are none."""
         if not self._images:
             return None
+        self._encode(plan)
         places, vectors, begin = [], [], len(plan.decode_rows)
         blocks: list[ImageBlock] = []
         for chunk in plan.chunks:
@@ -115,7 +117,7 @@ class ImageRows:
                     self._begun[chunk.row] = image.key
                     places.append(_placeholders(image, first, last) + (begin - chunk.start))
                     span = slice(*(image.placeholders_before(index - image.start) for index in (first, last)))
-                    vectors.append(self._vectors_of(image)[span])
+                    vectors.append(self._vectors[image.key][span])
                     if self._vision.grid.is_whole:
                         blocks.append(self._block_of(chunk, image, begin))
             if images:
@@ -138,15 +140,39 @@ class ImageRows:
         tables = tuple(table[chunk.row, :count].long() for table in self._tables)
         return ImageBlock(begin + image.start - chunk.start, image.start, image.num_tokens, tables)
 
-    def _vectors_of(self, image: PromptImage) -> Tensor:  # [tokens, hidden * (1 + deep)]
-        found = self._vectors.get(image.key)
-        if found is None:
+    def _encode(self, plan: StepPlan) -> None:
+        """Compute the vectors of all images that the plan's chunks need, and mark them as used."""
+        missing: dict[bytes, PromptImage] = {}
+        for chunk in plan.chunks:
+            for image in self._images.get(chunk.row, ()):
+                if image.start >= chunk.start + chunk.num_tokens or image.end <= chunk.start:
+                    continue
+                if image.key in self._vectors:
+                    self._vectors.move_to_end(image.key)
+                else:
+                    missing[image.key] = image
+        if isinstance(self._tower, TileTower):
+            self._encode_tiles(self._tower, list(missing.values()))
+        else:
             unit = self._vision.grid.unit
-            pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self.shifts.device)
-            found = self._vectors[image.key] = self._tower(pixels.view(image.rows * unit, image.columns * unit, 3))
-            self.num_encoded += 1
-        self._vectors.move_to_end(image.key)
-        return found
+            for key, image in missing.items():
+                pixels = self._pixels(image).view(image.rows * unit, image.columns * unit, 3)
+                self._vectors[key] = self._tower(pixels)
+        self.num_encoded += len(missing)
+
+    def _encode_tiles(self, tower: TileTower, images: Sequence[PromptImage]) -> None:
+        """Encode images of one or more tiles each, as many tiles together as memory is planned for."""
+        side = self._vision.grid.tile_side
+        tiles = [self._pixels(image).view(-1, side, side, 3) for image in images]
+        batches = torch.split(torch.cat(tiles), self._at_once) if tiles else ()
+        found = [tower(batch) for batch in batches]
+        if found:
+            parts = torch.split(torch.cat(found), [len(each) for each in tiles])
+            for image, vectors in zip(images, parts, strict=True):
+                self._vectors[image.key] = tower.join(vectors, image.size).clone()
+
+    def _pixels(self, image: PromptImage) -> Tensor:
+        return torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self.shifts.device)
 
     def forget_vectors(self) -> None:
         """Forget all vectors: the tower's weights change. They are computed again when they are needed."""

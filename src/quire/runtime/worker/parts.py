@@ -125,8 +125,7 @@ def _make_images(
     tower, vision, limits = model.tower, model_config.vision, config.scheduler.images
     if tower is None or vision is None:
         return None
-    kept = 0 if limits is None else limits.max_kept_tokens
-    return ImageRows(tower, vision, rows.num_rows, kept, rows.device, rows.uploader, tables, rows.block_size)
+    return ImageRows(tower, vision, rows.num_rows, limits, rows.device, rows.uploader, tables, rows.block_size)
 
 
 def _make_cache(backend: Any, model_config: ModelConfig, config: EngineConfig, row_shape: RowShape) -> KVCache:

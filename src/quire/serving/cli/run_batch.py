@@ -23,6 +23,7 @@ from quire.serving.batch_lines import (
     answered_keys,
     custom_id_of,
     error_line,
+    is_asleep,
     is_result,
     read_line,
     read_lines,
@@ -173,14 +174,15 @@ class BatchFile:
         self._write(output, made, is_failure=answer.status != 200)
 
     def _ask(self, line: BatchLine) -> RawAnswer | None:
-        """Send a line. Tries again if the server is full or unavailable. Returns None if the run was stopped."""
+        """Send a line. Tries again if the server is full or unavailable, and as long as it sleeps. Returns None if the
+        run was stopped."""
         body, num_tries = json.dumps(line.body).encode(), 0
         while not self._stopped.is_set():
             try:
                 answer = self._server.post(line.url, body)
                 if answer.status in (401, 403):
                     raise ConfigError("api_key", "is not taken by the server", "give the right --api-key")
-                num_tries += answer.status == 503
+                num_tries += answer.status == 503 and not is_asleep(answer.status, answer.data)
                 if answer.status not in (429, 503) or num_tries >= MAX_TRIES:
                     return answer
                 self._stopped.wait(answer.retry_after)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from quire.config.server import ServerConfig
+from quire.serving.http.admin_paths import ADMIN_ENDS
 from quire.serving.http.errors import ApiError, internal_error
 from quire.serving.http.exchange import ERROR, FROM_ADMIN, Exchange, Receive, Scope, Send
 from quire.serving.http.key_ring import CLIENT_HEADER, KeyRing
@@ -141,17 +142,10 @@ class Guard:
             exchange.scope["quire.request_id"] = exchange.scope["quire.given_id"] = name
 
 
-_ADMIN_ENDS = (
-    "/load_lora_adapter", "/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume",
-    "/is_paused", "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation",
-    "/continue_generation", "/update_weights_from_disk", "/get_weight_version",
-)  # fmt: skip
-
-
 def is_for_admins(path: str) -> bool:
     """Whether a path needs an admin key. Paths outside of /admin are recognized in all spellings that PathAliases
     resolves."""
-    return path.startswith("/admin") or path.rstrip("/").endswith(_ADMIN_ENDS)
+    return path.startswith("/admin") or path.rstrip("/").endswith(ADMIN_ENDS)
 
 
 def loopback_hosts(host: str) -> frozenset[str] | None:

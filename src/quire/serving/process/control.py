@@ -175,6 +175,11 @@ class RequestRow(msgspec.Struct, frozen=True):
     n: int
     stream: bool
 
+    @property
+    def ids(self) -> tuple[str, str, str]:
+        """All ids by which an operator may name the request."""
+        return self.request_id, self.answer_id, self.name
+
 
 class EdgeAnswer(msgspec.Struct, frozen=True, tag="edge_answer"):
     """From an edge, and forwarded to the one that asked: its waiting and running requests."""

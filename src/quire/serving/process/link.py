@@ -88,6 +88,9 @@ class EngineLink(Protocol):
         """Return what the engine could not run at the end of its last step. Returns None if no engine is up or it has
         made no step."""
 
+    def refuses(self) -> bool:
+        """Return whether the engine refuses requests, because it sleeps or has no weights."""
+
     async def stats(self) -> EngineStats:
         """Return the engine's counters. Raises EngineDead if the engine is down or does not answer within seconds."""
 

@@ -129,6 +129,10 @@ class RemoteLink:
         progress = self._progress
         return None if progress is None else progress.backlog()
 
+    def refuses(self) -> bool:
+        progress = self._progress
+        return progress is not None and progress.refuses()
+
     async def stats(self) -> EngineStats:
         return await self._ask(lambda number: Ask(number, "stats"), EngineStats)
 

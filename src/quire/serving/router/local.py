@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.config.router import read_replica
+from quire.serving.http.admin_paths import TO_ALL_REPLICAS
 from quire.serving.http.errors import ApiError
 from quire.serving.http.key_ring import KEY_HEADERS
 from quire.serving.router.access import Access
@@ -25,11 +26,8 @@ from quire.types.errors import ConfigError
 ASK_SECONDS = 10.0  # for one replica's part of a combined response
 ALL_SECONDS = 3600.0  # for what all replicas do: they may wait for requests to finish, and read weights
 _JSON = [(b"content-type", b"application/json")]
-_TO_ALL_PATHS = (
-    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/admin/reset_cache", "/sleep", "/wake_up", "/pause", "/resume",
-    "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation", "/continue_generation",
-    "/update_weights_from_disk",
-)  # fmt: skip
+_TO_ALL = {("POST", path) for path in (*TO_ALL_REPLICAS, "/v1/load_lora_adapter", "/v1/unload_lora_adapter")}
+_TO_ALL |= {("POST", "/admin/reset_cache"), ("GET", "/flush_cache")}
 _FORWARDED_HEADERS = frozenset({*KEY_HEADERS, b"content-type"})  # for requests that go to all replicas
 _RETRY_AFTER = ((b"retry-after", b"1"),)
 _MAX_ERROR_CHARS = 300  # characters of a replica's error that the router repeats
@@ -54,7 +52,7 @@ class LocalPages:
             return self._get_handlers[path]
         if (request.method, path) == ("POST", "/router/replicas"):
             return self._add
-        if path in _TO_ALL_PATHS and request.method == "POST" and b"x-replica" not in request.headers:
+        if (request.method, path) in _TO_ALL and b"x-replica" not in request.headers:
             return self._send_to_all
         if path.startswith("/router/replicas/"):
             return self._change

@@ -13,11 +13,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.config.tiling import num_tiles
 from quire.config.vision import FEWEST_TOKENS, ImageGrid, ImageLimits
 from quire.serving.vision.replacements import check_count
-from quire.serving.vision.tiles import cut_tiles, num_pieces, pieces_of
+from quire.serving.vision.tiles import cropped, cut_tiles, make_image, pieces_of, seen_pixels, squared
 from quire.types.errors import InvalidRequest
-from quire.types.images import MAX_PIXEL_BYTES, PromptImage, image_key
+from quire.types.images import MAX_PIXEL_BYTES, PromptImage
 from quire.types.install import install_extra
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -100,7 +101,9 @@ class ImageReader:
             self._check_size(field, *image.size)
             height, width = fitting_size(image.height, image.width, self.limits.grid, field)
             if budget is not None:
-                num_bytes = height * width * 3 * num_pieces(image.height, image.width, self.limits.grid)
+                tiling = self.limits.grid.tiling
+                num_shown = 1 if tiling is None else num_tiles(image.height, image.width, tiling)
+                num_bytes = height * width * 3 * num_shown
                 budget.add_size(field, image.width * image.height, num_bytes)
             with _LARGE_ONE if image.width * image.height > _LARGE_PIXELS else nullcontext():
                 image.load()
@@ -115,12 +118,13 @@ class ImageReader:
     def _resized(self, field: str, library: Any, image: Any) -> PromptImage:
         grid = self.limits.grid
         how = library.Resampling[grid.resampling.upper()]
-        if grid.tile:
-            return cut_tiles(image, grid, how)
+        if grid.tiling is not None:
+            return cut_tiles(image, grid, grid.tiling, how)
+        if grid.fixed:
+            return make_image(seen_pixels(_of_fixed_size(image, grid, how), grid), grid.tile_shape(1))
         height, width = fitting_size(image.height, image.width, grid, field)
         pixels = image.resize((width, height), how).tobytes()
-        rows, columns = height // grid.unit, width // grid.unit
-        return PromptImage(0, rows, columns, pixels, image_key(rows, columns, pixels), len(grid.row_ends[:1]))
+        return make_image(pixels, (height // grid.unit, width // grid.unit, len(grid.row_ends[:1])))
 
     def _check_size(self, field: str, width: int, height: int) -> None:
         if width < 1 or height < 1:
@@ -130,14 +134,22 @@ class ImageReader:
             raise InvalidRequest(field, reason, "send a smaller image")
 
 
+def _of_fixed_size(image: Any, grid: ImageGrid, how: Any) -> Any:
+    if grid.crops:
+        return cropped(image, grid.resized_side, how)
+    image = image if grid.margin is None else squared(image, grid.margin, how)
+    return image.resize((grid.resized_side, grid.resized_side), how)
+
+
 def fitting_size(height: int, width: int, grid: ImageGrid, field: str = "images") -> tuple[int, int]:
     """Return the (height, width) to which an image is resized: multiples of the unit, about the same aspect ratio,
     within the model's limits; of some models always the same. Raises InvalidRequest."""
-    if (grid.tile or not grid.fixed) and max(height, width) > MAX_RATIO * min(height, width):
+    stretches = grid.fixed and grid.tiling is None and not grid.crops and grid.margin is None
+    if not stretches and max(height, width) > MAX_RATIO * min(height, width):
         reason = f"is {width} x {height}: one side is more than {MAX_RATIO} times the other"
         raise InvalidRequest(field, reason, "cut it")
     if grid.fixed:
-        return grid.fixed * grid.unit, grid.fixed * grid.unit
+        return grid.tile_side, grid.tile_side
     unit = grid.unit
     if grid.fills:
         rows, columns = _filling(height, width, grid)

@@ -119,7 +119,7 @@ def test_the_files_for_a_ray_cluster_give_flags_that_exist() -> None:
     assert _parser().parse_args(shlex.split(command.partition("exec quire ")[2])).executor == "ray"
     for service in compose["services"].values():  # all of them have the same token
         assert service["environment"]["RAY_AUTH_TOKEN"].startswith("${RAY_AUTH_TOKEN:?")
-    (cluster,) = yaml.safe_load_all((DEPLOY / "kubernetes/quire-ray.yaml").read_text())
+    cluster, _ = yaml.safe_load_all((DEPLOY / "kubernetes/quire-ray.yaml").read_text())
     _, container = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
     args = _parser().parse_args([*_entry_point()[1:], *container["args"]])
     assert (args.executor, args.tensor_parallel_size, args.ray_address) == ("ray", 2, "127.0.0.1:6379")
@@ -135,3 +135,46 @@ def test_the_ray_service_gives_the_application_arguments_that_it_has() -> None:
     assert application["import_path"] == f"{build_app.__module__}:{build_app.__name__}"
     assert application["args"].keys() <= ARGUMENTS.keys()
     assert serve_config([application["args"]["model"], *shlex.split(application["args"]["flags"])]).replicas == 1
+
+
+def ray_clusters() -> list[dict[str, Any]]:
+    """The specs of the Ray clusters that KubeRay starts from the manifests."""
+    yaml = pytest.importorskip("yaml")
+    cluster, _ = yaml.safe_load_all((DEPLOY / "kubernetes/quire-ray.yaml").read_text())
+    service = yaml.safe_load((DEPLOY / "kubernetes/rayservice.yaml").read_text())
+    return [cluster["spec"], service["spec"]["rayClusterConfig"]]
+
+
+def test_worker_pods_that_may_grow_in_number_have_an_autoscaler() -> None:
+    for spec in ray_clusters():
+        grows = any(group["minReplicas"] < group["maxReplicas"] for group in spec["workerGroupSpecs"])
+        assert spec.get("enableInTreeAutoscaling", False) == grows
+
+
+def test_a_ray_cluster_needs_a_token_and_the_server_beside_its_head_has_it() -> None:
+    for spec in ray_clusters():
+        assert spec["authOptions"] == {"mode": "token"}
+        assert tuple(map(int, spec["rayVersion"].split("."))) >= (2, 52, 0)  # older versions have no tokens
+    _, server = ray_clusters()[0]["headGroupSpec"]["template"]["spec"]["containers"]
+    given = {one["name"]: one for one in server["env"]}
+    assert given["RAY_AUTH_MODE"]["value"] == "token"
+    assert given["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "quire", "key": "auth_token"}
+
+
+def test_clients_reach_the_server_beside_the_head_by_a_service() -> None:
+    yaml = pytest.importorskip("yaml")
+    cluster, service = yaml.safe_load_all((DEPLOY / "kubernetes/quire-ray.yaml").read_text())
+    name = cluster["metadata"]["name"]
+    assert service["spec"]["selector"] == {"ray.io/cluster": name, "ray.io/node-type": "head"}
+    _, server = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert service["spec"]["ports"][0]["targetPort"] in {port["name"] for port in server["ports"]}
+
+
+def test_the_image_with_ray_has_what_kuberay_runs_in_its_pods() -> None:
+    last_stage = (DEPLOY / "docker/Dockerfile").read_text(encoding="utf-8").rpartition("\nFROM ")[2]
+    assert re.search(r"\*,ray,\*\).* wget ", last_stage)
+    assert "/opt/quire/bin:$PATH' > /etc/profile.d/quire.sh" in last_stage
+    for name in ("compose-ray.yaml", "../kubernetes/quire-ray.yaml", "../kubernetes/rayservice.yaml"):
+        text = (DEPLOY / "docker" / name).read_text(encoding="utf-8")
+        assert "--build-arg EXTRAS=server,hub,ray -t quire:ray ." in text
+        assert set(re.findall(r"image: (\S+)", text)) == {"quire:ray"}

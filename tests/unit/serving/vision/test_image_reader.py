@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from quire.config.vision import USUAL_MEAN, USUAL_STD, ImageGrid, ImageLimits, V
 from quire.runtime.layers.vision import cut_patches
 from quire.serving.vision.image_reader import ImageBudget, ImageReader, fitting_size, place_images
 from quire.serving.vision.replacements import with_replacements
-from quire.serving.vision.tiles import num_pieces, pieces_of
 from quire.types.errors import InvalidRequest
 from quire.types.images import MAX_PIXEL_BYTES, PromptImage
 
@@ -153,62 +151,6 @@ def test_rows_of_an_image_end_with_tokens_of_their_own() -> None:
     assert tokens == (1, 9, 9, 9, 7, 9, 9, 9, 8, 9, 9, 9, 9, 8, 2)
     assert [(image.start, image.end, image.num_placeholders) for image in placed] == [(1, 9, 6), (9, 14, 4)]
     assert [images[0].placeholders_before(index) for index in range(9)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
-
-
-TILED = ImageGrid(9, 8, fixed=2, tile=18, longest=72, resampling="lanczos", begin_token="<image>", splits=True,
-                  replacement="<around><whole><image><around>", tile_text="<around>{row}.{column}<image>")  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["smolvlm", "idefics3"])
-@pytest.mark.parametrize("splits", [True, False])
-@pytest.mark.parametrize("longest", [72, 40, 18])
-def test_tiles_are_those_of_smolvlm(kind: str, splits: bool, longest: int) -> None:
-    processing = pytest.importorskip(f"transformers.models.{kind}.image_processing_pil_{kind}")
-    kinds = {"smolvlm": "SmolVLMImageProcessorPil", "idefics3": "Idefics3ImageProcessorPil"}
-    sizes: Any = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": 18}}
-    made = getattr(processing, kinds[kind])(do_image_splitting=splits, return_row_col_info=True, **sizes)
-    grid = replace(TILED, longest=longest, splits=splits)
-    for size in [(300, 200), (97, 411), (18, 18), (7, 9), (50, 51), (400, 3)]:
-        image = noise(*size)
-        wanted = made(images=[image], return_tensors="np")
-        found = ImageReader(ImageLimits(grid)).prepare("image", image)
-        pieces = pieces_of([found])
-        rows = len(found.tiles) // found.tiles_across if found.tiles else 0
-        assert ([[rows]], [[found.tiles_across]]) == (wanted["rows"], wanted["cols"])
-        assert len(pieces) == num_pieces(*size, grid) <= grid.max_pieces
-        pixels = np.stack([np.frombuffer(each.pixels, np.uint8).reshape(16, 16, 3) for each in pieces])
-        kept = wanted["pixel_values"][0][:, :, :16, :16]  # whole patches
-        np.testing.assert_allclose(pixels.transpose(0, 3, 1, 2) / 127.5 - 1, kept, rtol=0, atol=2e-6)
-
-
-def test_a_picture_of_tiles_has_a_placeholder_for_each_and_one_for_the_whole() -> None:
-    reader = ImageReader(ImageLimits(TILED))
-    wide, small = (
-        reader.prepare("image", noise(30, 72)),
-        ImageReader(ImageLimits(replace(TILED, longest=18))).prepare("image", noise(10, 10)),
-    )
-    text = with_replacements("a<image>b<image>", TILED, (wide, small))
-    tiles = "".join("".join(f"<around>{row}.{column}<image>" for column in range(1, 5)) + "\n" for row in range(1, 3))
-    whole = "<around><whole><image><around>"
-    assert text == f"a{tiles}\n{whole}b{whole}"
-    tokens, placed = place_images("prompt", [1, *[9] * 10, 2], (wide, small), TILED)
-    assert tokens == (1, *[9] * 40, 2)
-    assert wide.num_added + small.num_added == 30
-    assert [image.start for image in placed] == list(range(1, 41, 4))
-    assert {image.tiles for image in placed} == {()}
-    assert placed[8].key == wide.key
-    with pytest.raises(InvalidRequest, match="has 1 placeholders of images, and 2 images"):
-        with_replacements("a<image>", TILED, (wide, small))
-
-
-def test_the_tiles_of_pictures_count_before_they_are_decoded() -> None:
-    reader = ImageReader(ImageLimits(replace(TILED, fixed=64, tile=512, longest=2_048)))
-    budget = reader.make_budget()
-    image = Image.new("RGB", (1_000, 1_000))
-    with pytest.raises(InvalidRequest, match=r"makes, resized, .* set mm_processor_kwargs"):
-        for _ in range(4):
-            reader.prepare("image", image, budget)
-    assert budget.num_bytes == 4 * 17 * 512 * 512 * 3
 
 
 def test_a_prompt_has_more_around_an_image_than_the_template_writes() -> None:

@@ -47,7 +47,8 @@ class HfCheckpoint:
     """
 
     def __init__(self, directory: Path, given: TensorFile | None = None, *, is_head: bool = False) -> None:
-        """`given`: read only its tensors, and only the config of the directory. They may be some of the model's."""
+        """`given`: read only its tensors, and only the config of the directory. They may be some of the model's, and
+        have the names of transformers' modules."""
         self.file = str(directory) if given is None else given.name
         self.config: ModelConfig = hf_model_config(directory, is_head=is_head)
         self._method = hf_method(directory)
@@ -55,7 +56,7 @@ class HfCheckpoint:
         self._is_partial = given is not None
         try:
             self._owners = self._open(directory) if given is None else self._take(given)
-            self._names = part_names(self.config, self._owners)
+            self._names = part_names(self.config, self._owners, of_modules=self._is_partial)
             layers = self._find_layers()
             self._quantized = self._find_quantized(layers)
             taken = {stored.name for layer in layers for stored in layer.tensors.values()}
@@ -185,7 +186,7 @@ class HfCheckpoint:
             name = None if stored in taken else self._names.of(stored)
             if name is None:
                 continue
-            for known, piece in pieces_of(name, stored, self._names.family.stacked, count):
+            for known, piece in pieces_of(name, stored, self._names.stacked, count):
                 if known in found:
                     raise ModelLoadError(file.name, f"is the same tensor as {found[known].tensor}", tensor=stored)
                 if piece.expert == 0:

@@ -16,6 +16,7 @@ from quire.serving.batch_lines import (
     custom_id_of,
     error_key,
     error_line,
+    is_asleep,
     read_line,
     read_lines,
     result_line,
@@ -31,7 +32,8 @@ from quire.types.errors import InvalidRequest, QuireError
 WATCH_SECONDS = 0.25  # how often to check whether the batch was cancelled or has expired
 SAVE_SECONDS = 0.5  # minimum time between two writes of a batch's counts
 ROOM_SECONDS = 2.0  # how often to look up how many bytes the owner may still store
-MAX_TRIES = 5  # attempts of one line that are answered with 503
+MAX_TRIES = 5  # attempts of one line that are answered with 503, unless the engine sleeps
+ASLEEP_SECONDS = 2.0  # between two attempts of a line while the engine sleeps
 BACKGROUND_PRIORITY = 1_000_000  # with policy "priority": after all other requests
 
 
@@ -217,15 +219,16 @@ class BatchRun:
             raise InvalidRequest(f"line {number}: body", reason, "write UTF-8 and numbers of 64 bits") from None
 
     async def _send(self, call: Call, permit: Permit) -> InnerResponse | None:
-        """Send a line to its endpoint, and retry it while the server is full (429) or unavailable (503, at most
-        MAX_TRIES times). Returns None if the server shuts down."""
+        """Send a line to its endpoint, and retry it while the server is full (429), sleeps, or is unavailable (503, at
+        most MAX_TRIES times). Returns None if the server shuts down."""
         num_tries = 0
         while True:
             response = await call_endpoint(self._handler, call.url, call.body, self._batch.owner)
-            num_tries += response.status == 503
+            sleeps = is_asleep(response.status, response.body)
+            num_tries += response.status == 503 and not sleeps
             if response.status not in (429, 503) or num_tries >= MAX_TRIES:
                 return response
-            if not await permit.wait_for_retry(response.retry_after):
+            if not await permit.wait_for_retry(ASLEEP_SECONDS if sleeps else response.retry_after):
                 return None
 
     async def _write(self, file: BinaryIO, line: bytes, *, is_failure: bool) -> None:

@@ -48,14 +48,14 @@ class Admin:
             raise InvalidRequest(
                 "request_id", 'exactly one of request_id and "all": true is needed', "send one of them"
             )
-        rows, missing = await self._all_requests()
+        rows, missing = await self.all_requests()
         wanted = None if "request_id" not in given else _named(rows, given["request_id"])
         service.dispatcher.abort(wanted)
         service.peers.abort(wanted)
         ended = len(rows if wanted is None else wanted)
         await exchange.reply_json({"aborted": ended, "unheard_edges": missing})
 
-    async def _all_requests(self) -> tuple[list[RequestRow], int]:
+    async def all_requests(self) -> tuple[list[RequestRow], int]:
         """Return the live requests of all edges, and how many edges did not reply."""
         others, missing = await self._service.peers.requests()
         return [*live_requests(self._service.dispatcher, self._service.peers.edge), *others], missing
@@ -78,7 +78,7 @@ class Admin:
             states = {request.request_id: request.state for request in (await self._service.link.block_map()).requests}
         except EngineDead:
             states = {}
-        rows, missing = await self._all_requests()
+        rows, missing = await self.all_requests()
         shown = [{**msgspec.structs.asdict(row), "state": states.get(row.request_id, row.state)} for row in rows]
         await exchange.reply_json({"requests": shown, "unheard_edges": missing})
 
@@ -161,10 +161,10 @@ def _row(request: InFlightRequest, edge: int, now: float) -> RequestRow:
 def _named(rows: list[RequestRow], name: str) -> tuple[str, ...]:
     """Return the engine request ids of the request that has the id `name`, or of the only request with an id that
     starts with it. Raises ApiError (404, 409)."""
-    exact = tuple(row.request_id for row in rows if name in _ids(row))
+    exact = tuple(row.request_id for row in rows if name in row.ids)
     if exact:
         return exact
-    begun = [row for row in rows if any(one.startswith(name) for one in _ids(row))]
+    begun = [row for row in rows if any(one.startswith(name) for one in row.ids)]
     answers = sorted({row.answer_id for row in begun})
     if not answers:
         raise ApiError(404, "request_id: no live request has this id", code="request_not_found", param="request_id")
@@ -175,7 +175,3 @@ def _named(rows: list[RequestRow], name: str) -> tuple[str, ...]:
         )
         raise ApiError(409, message, code="request_ambiguous", param="request_id")
     return tuple(row.request_id for row in begun)
-
-
-def _ids(row: RequestRow) -> tuple[str, str, str]:
-    return row.request_id, row.answer_id, row.name

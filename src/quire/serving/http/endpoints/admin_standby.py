@@ -11,7 +11,7 @@ from quire.serving.http.errors import ApiError, engine_unavailable
 from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.service import Service
-from quire.serving.http.validators.values import Flag, OneOf, Options, Text
+from quire.serving.http.validators.values import Flag, OneOf, Only, Options, Text, Texts
 from quire.serving.lora import folder_below
 from quire.types.errors import EngineDead, InvalidRequest, QuireError
 from quire.types.standby import MODES, TAGS, Command, StandbyState, WeightUpdate
@@ -20,16 +20,20 @@ _NAME = Text("label", 1)
 _UPDATE = Options(
     {
         "model_path": _NAME,
-        "load_format": OneOf(("auto", "safetensors")),
+        "load_format": OneOf(("auto",)),  # the files say what they are
         "flush_cache": Flag(),
         "abort_all_requests": Flag(),
         "mode": OneOf(MODES),
         "weight_version": _NAME,
+        **dict.fromkeys(("is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph"), Only((False,))),
+        "token_step": Only((0,)),
+        "manifest": Only(()),
     }
 )
 _SGLANG_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep", "wait": "wait", "keep": "keep"}
 _PAUSE = Options({"mode": OneOf(tuple(_SGLANG_MODES))})
 _NOTHING = Options({})
+_TAGS = Options({"tags": Texts("prompts", "label")})
 _WORDS = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -55,6 +59,7 @@ class AdminStandby:
             ("POST", "/continue_generation"): self.continue_generation,
             ("POST", "/update_weights_from_disk"): self.update_weights,
             ("GET", "/get_weight_version"): self.state,
+            ("GET", "/weight_info"): self.state,
         }
 
     # -------------------------------------------------------------------------------------------------------- vLLM
@@ -79,12 +84,12 @@ class AdminStandby:
             raise InvalidRequest(
                 "clear_cache", f"must be one of {', '.join(_WORDS)}", "leave it out to clear the cache"
             )
-        await self._reply(exchange, Command("pause", mode=_mode(query), clears_cache=_WORDS[word]))
+        await self._reply(exchange, Command("pause", mode=_mode(query), clears_cache=_WORDS[word]), status="paused")
 
     async def resume(self, exchange: Exchange) -> None:
         self._query(exchange)
         await self._body(exchange, _NOTHING)
-        await self._reply(exchange, Command("resume"))
+        await self._reply(exchange, Command("resume"), status="resumed")
 
     async def state(self, exchange: Exchange) -> None:
         await self._reply(exchange, Command("state"))
@@ -92,20 +97,19 @@ class AdminStandby:
     # ------------------------------------------------------------------------------------------------------ SGLang
     async def release_memory(self, exchange: Exchange) -> None:
         """Sleep with the weights in host memory, once running requests have finished."""
-        await self._body(exchange, _NOTHING)
-        await self._reply(exchange, Command("sleep", mode="wait"))
+        await self._reply(exchange, Command("sleep", mode="wait", tags=await self._tags(exchange)))
 
     async def resume_memory(self, exchange: Exchange) -> None:
-        await self._body(exchange, _NOTHING)
-        await self._reply(exchange, Command("wake_up"))
+        await self._reply(exchange, Command("wake_up", tags=await self._tags(exchange)))
 
     async def pause_generation(self, exchange: Exchange) -> None:
         mode = _SGLANG_MODES[(await self._body(exchange, _PAUSE)).get("mode", "abort")]
-        await self._reply(exchange, Command("pause", mode=mode, clears_cache=False))  # type: ignore[arg-type]
+        command = Command("pause", mode=mode, clears_cache=False)  # type: ignore[arg-type]
+        await self._reply(exchange, command, message="Generation paused successfully.", status="ok")
 
     async def continue_generation(self, exchange: Exchange) -> None:
         await self._body(exchange, _NOTHING)
-        await self._reply(exchange, Command("resume"))
+        await self._reply(exchange, Command("resume"), message="Generation continued successfully.", status="ok")
 
     async def update_weights(self, exchange: Exchange) -> None:
         """Replace all weights by those of a folder below --weights-dir; without a path, load the model's own files
@@ -114,7 +118,11 @@ class AdminStandby:
         if given.get("flush_cache") is False:
             reason = "must be true: cached prompts belong to the weights that computed them"
             raise InvalidRequest("flush_cache", reason, "leave it out")
-        mode = given.get("mode", "abort" if given.get("abort_all_requests") else "wait")
+        aborts = given.get("abort_all_requests")
+        mode = given.get("mode", "abort" if aborts else "wait")
+        if aborts is not None and aborts != (mode == "abort"):
+            reason = f'is {str(aborts).lower()}, and mode is "{mode}"'
+            raise InvalidRequest("abort_all_requests", reason, "send one of them")
         path = given.get("model_path")
         update = WeightUpdate(None if path is None else self._folder(path))
         command = Command("update_weights", mode=mode, update=update, version=given.get("weight_version"))
@@ -140,16 +148,13 @@ class AdminStandby:
         return exchange.query
 
     async def _body(self, exchange: Exchange, fields: Options) -> dict[str, Any]:
-        service = self._service
-        if exchange.headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in exchange.headers:
-            return {}
-        with service.metered() as meter:
-            body = decode_json(await exchange.read_body(service.limits, meter.add), service.limits["nesting"])
-        found: dict[str, Any] = fields.check("body", body, service.limits)
-        return found
+        return await read_admin_body(self._service, exchange, fields)
 
-    async def _reply(self, exchange: Exchange, command: Command) -> None:
-        await exchange.reply_json(_as_json(await self._run(command)))
+    async def _tags(self, exchange: Exchange) -> Any:
+        return tuple((await self._body(exchange, _TAGS)).get("tags", TAGS))
+
+    async def _reply(self, exchange: Exchange, command: Command, **more: str) -> None:
+        await exchange.reply_json({**more, **_as_json(await self._run(command))})
 
     async def _run(self, command: Command) -> StandbyState:
         self._service.generating_engine()
@@ -166,6 +171,16 @@ class AdminStandby:
         return state
 
 
+async def read_admin_body(service: Service, exchange: Exchange, fields: Options) -> dict[str, Any]:
+    """Return the members of a request's body, which may be absent. Raises InvalidRequest."""
+    if exchange.headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in exchange.headers:
+        return {}
+    with service.metered() as meter:
+        body = decode_json(await exchange.read_body(service.limits, meter.add), service.limits["nesting"])
+    found: dict[str, Any] = fields.check("body", body, service.limits)
+    return found
+
+
 def _mode(query: dict[str, list[str]]) -> Any:
     mode = query.get("mode", ["abort"])[-1]
     if mode not in MODES:
@@ -180,5 +195,6 @@ def _as_json(state: StandbyState) -> dict[str, Any]:
         "asleep": state.asleep,
         "has_weights": state.has_weights,
         "weight_version": state.weight_version,
+        "has_old_drafter": state.has_old_drafter,
         "ended_requests": state.num_ended,
     }

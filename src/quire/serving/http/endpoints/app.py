@@ -15,6 +15,7 @@ from quire.serving.http.endpoints.admin import Admin
 from quire.serving.http.endpoints.admin_lora import LOAD_PATH, UNLOAD_PATH, AdminLora
 from quire.serving.http.endpoints.admin_prefixes import AdminPrefixes
 from quire.serving.http.endpoints.admin_standby import AdminStandby
+from quire.serving.http.endpoints.admin_trainer import AdminTrainer
 from quire.serving.http.endpoints.ollama_format import write_error as write_ollama_error
 from quire.serving.http.endpoints.registry import ENDPOINTS
 from quire.serving.http.errors import ApiError
@@ -35,8 +36,9 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
     files = playground_routes(playground) if access.playground else {}
     routes = api_routes(service)
     if access.admin_digests:
-        admin = _admin_routes(Admin(service), AdminPrefixes(service), AdminLora(service))
-        admin |= AdminStandby(service).routes()
+        operations = Admin(service)
+        admin = _admin_routes(operations, AdminPrefixes(service), AdminLora(service))
+        admin |= AdminStandby(service).routes() | AdminTrainer(service, operations).routes()
         routes |= {route: AsgiHandler(handler) for route, handler in admin.items()}
     routes |= {("GET", path): AsgiHandler(file) for path, file in files.items()}
     for (method, path), handler in routes.items():

@@ -34,7 +34,12 @@ class Pages:
     async def ready(self, exchange: Exchange) -> None:
         """Reply 200 while the server accepts new requests."""
         dispatcher = self._service.dispatcher
-        await self._state(exchange, is_good=dispatcher.engine is not None and not dispatcher.is_draining)
+        is_up = dispatcher.engine is not None and not dispatcher.is_draining
+        if is_up and self._service.link.refuses():
+            message = "the engine sleeps, or has no weights"
+            await exchange.reply_error(ApiError(503, message, code="engine_asleep", headers=((b"retry-after", b"1"),)))
+            return
+        await self._state(exchange, is_good=is_up)
 
     async def _state(self, exchange: Exchange, *, is_good: bool) -> None:
         dispatcher = self._service.dispatcher
@@ -147,6 +152,7 @@ PAGES: tuple[Endpoint, ...] = (
     _page("/v1/models/{model:path}", "One model", lambda pages: pages.model, "Model", {}),
     _page("/health", "Whether the server and its engine are alive", lambda pages: pages.health, "Health", {}),
     _page("/ready", "Whether the server accepts new requests", lambda pages: pages.ready, "Health", {}),
+    _page("/health_generate", "The same as /health; nothing is generated", lambda pages: pages.health, "Health", {}),
     _page("/ping", "The same as /health", lambda pages: pages.health, "Health", {}),
     _page("/load", "How many requests are waiting or running", lambda pages: pages.load, "Load", {}),
     _page("/tokenizer_info", "The tokenizer", lambda pages: pages.tokenizer_info, "TokenizerInfo", {}),

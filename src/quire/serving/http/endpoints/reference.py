@@ -51,6 +51,14 @@ _LOAD = (
 _MODELS = (
     "the models, with `max_model_len` and `default_sampling_params`; LoRA adapters have the model as their `parent`"
 )
+_READY = (
+    "200 while the server accepts new requests; 503 while loading, restarting or draining, and while the engine sleeps "
+    "or has no weights, unless a request wakes it up; needs no key"
+)
+_END = (
+    "of SGLang: end a request, or all. It answers with what it has (`finish_reason` is `abort`); one that still waits "
+    "for the engine ends with 503"
+)
 _ROUTES = f"""\
 ## Other routes
 
@@ -67,8 +75,8 @@ _ROUTES = f"""\
 | `GET /api/tags`, `GET /api/ps`, `GET /api/version` | of Ollama: models and LoRA adapters; those loaded; its version |
 | `GET /v1/capabilities` | version, engine, limits in force, parameters with their support |
 | `GET /health` | 200 while the server and its engine are alive, else 503; needs no key |
-| `GET /ready` | 200 while the server accepts new requests; 503 while loading, restarting or draining; needs no key |
-| `GET /ping` | the same as `/health` |
+| `GET /ready` | {_READY} |
+| `GET /ping`, `GET /health_generate` | the same as `/health` |
 | `GET /load` | `server_load`: how many requests wait or run |
 | `GET /tokenizer_info` | special tokens, length and chat template of the tokenizer |
 | `GET /props`, `GET /slots` | of llama.cpp: the model's properties; which of the engine's sequences are in use |
@@ -92,10 +100,14 @@ Admin routes exist only if an admin key is set, and accept only that key:
 | `GET /admin/blocks` | server-sent events: the block map, about four times a second |
 | `POST /sleep?level=1&mode=abort`, `POST /wake_up?tags=weights&tags=kv_cache`, `GET /is_sleeping` | {_STANDBY} |
 | `POST /pause?mode=abort&clear_cache=true`, `POST /resume`, `GET /is_paused` | stop and continue generating |
-| `POST /release_memory_occupation`, `POST /resume_memory_occupation` | of SGLang: sleep and wake up |
+| `POST /release_memory_occupation`, `POST /resume_memory_occupation` `{{"tags": ...}}` | of SGLang: sleep, wake up |
 | `POST /pause_generation` `{{"mode": ...}}`, `POST /continue_generation` | of SGLang: `abort`, `wait`, `retract` |
 | `POST /update_weights_from_disk` `{{"model_path": ..., "mode": "wait", "weight_version": ...}}` | {_UPDATE} |
-| `GET /get_weight_version` | the name of the weights |
+| `GET /get_weight_version`, `GET /weight_info` | the name of the weights |
+| `POST /abort_request` `{{"rid": ...}}` or `{{"abort_all": true}}` | {_END} |
+| `POST /abort_requests` `{{"request_ids": [...]}}` | of vLLM: the same; without ids all |
+| `POST /reset_prefix_cache`, `POST /flush_cache`, `GET /flush_cache` | the same as `/admin/reset_cache` |
+| `GET /get_world_size` | the number of ranks |
 | `POST {LOAD_PATH}` `{{"lora_name": ..., "lora_path": ...}}` | {_LOAD} |
 | `POST {UNLOAD_PATH}` `{{"lora_name": ...}}` | unload a LoRA adapter; running requests keep it |
 """
