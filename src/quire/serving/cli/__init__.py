@@ -9,25 +9,18 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from importlib import import_module
+from typing import TYPE_CHECKING
 
 from quire.serving.process.spawning import Spawned, spawned_engine
 from quire.types.errors import ConfigError, DoesNotFit, InvalidRequest, QuireError
 
+if TYPE_CHECKING:
+    from quire.serving.cli.arguments import Commands, OneLineParser
+
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
-_FLAGS_OF = {  # each command: the module with its flags, and the function that adds them to the parser
-    "serve": ("serve_flags", "add_serve"),
-    "route": ("route", "add_route"),
-    "chat": ("arguments", "add_chat"),
-    "complete": ("arguments", "add_complete"),
-    "run-batch": ("run_batch", "add_run_batch"),
-    "bench": ("bench_flags", "add_bench"),
-    "pull": ("arguments", "add_pull"),
-    "doctor": ("arguments", "add_doctor"),
-    "tune": ("tune", "add_tune"),
-    "quantize": ("quantize", "add_quantize"),
-    "replay": ("replay", "add_replay"),
-}
+_COMMANDS = (
+    "serve", "route", "chat", "complete", "run-batch", "bench", "pull", "doctor", "tune", "quantize", "replay",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,10 +90,38 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in (command,) if command in _FLAGS_OF else _FLAGS_OF:
-        module, add = _FLAGS_OF[name]
-        getattr(import_module(f"quire.serving.cli.{module}"), add)(commands)
+    for name in (command,) if command in _COMMANDS else _COMMANDS:
+        _adder(name)(commands)
     return parser
+
+
+def _adder(name: str) -> Callable[[Commands[OneLineParser]], None]:
+    """Return the function that adds the flags of a command to the parser. Imports only what this command needs."""
+    from quire.serving.cli import arguments
+
+    common = {
+        "chat": arguments.add_chat,
+        "complete": arguments.add_complete,
+        "pull": arguments.add_pull,
+        "doctor": arguments.add_doctor,
+    }
+    if name in common:
+        return common[name]
+    if name == "serve":
+        from quire.serving.cli.serve_flags import add_serve as add
+    elif name == "route":
+        from quire.serving.cli.route import add_route as add
+    elif name == "run-batch":
+        from quire.serving.cli.run_batch import add_run_batch as add
+    elif name == "bench":
+        from quire.serving.cli.bench_flags import add_bench as add
+    elif name == "tune":
+        from quire.serving.cli.tune import add_tune as add
+    elif name == "quantize":
+        from quire.serving.cli.quantize import add_quantize as add
+    else:
+        from quire.serving.cli.replay import add_replay as add
+    return add
 
 
 def _command(args: argparse.Namespace, engine: Spawned | None) -> Callable[[argparse.Namespace], int]:
