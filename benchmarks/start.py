@@ -7,7 +7,8 @@ Ready is the first 200 of /ready. The first token is that of a streamed chat, se
 are those of all processes up to the first token: a busy machine affects them less than wall time. Memory is measured
 when the answer is complete: PSS, in which a page shared by several processes counts once, the sum of the processes'
 RSS, and the sum of each process's highest RSS. The first start does not count: it loads the files of Python and of the
-model into the page cache. Results are medians; those of single processes are from the last start.
+model into the page cache, and Python keeps its bytecode of the modules, as pip does when it installs them. Results are
+medians; those of single processes are from the last start.
 """
 
 from __future__ import annotations
@@ -83,9 +84,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _server(arguments: argparse.Namespace) -> Contestant:
     command = [sys.executable, "-m", "quire", "serve", *([arguments.model] if arguments.model else [])]
-    return Contestant(
-        "quire", f"{shlex.join(command)} --port {{port}} {arguments.flags}", {"PYTHONPATH": str(ROOT / "src")}, "/ready"
-    )
+    variables = {"PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": ""}  # "": Python keeps bytecode
+    return Contestant("quire", f"{shlex.join(command)} --port {{port}} {arguments.flags}", variables, "/ready")
 
 
 def measure(server: Contestant) -> Start:

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from http_server import MODEL, TestServer
+from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.server import AccessConfig, ModelSource
 from tests.http.conftest import Serve, echo_script
 
@@ -278,6 +279,18 @@ def test_logprobs_of_the_whole_vocabulary_need_a_limit_that_allows_them(server: 
     complete(wide, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
     (submit,) = wide.link.submitted
     assert (submit.sampling.logprobs, submit.sampling.prompt_logprobs) == (-1, -1)
+
+
+def test_logprobs_without_max_tokens_are_answered_where_those_of_the_whole_context_were_too_large(serve: Serve) -> None:
+    """Judges ask for 20 answers with 20 logprobs and leave max_tokens out."""
+    scheduler = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=64, max_model_len=40_000)
+    long = serve(echo_script, scheduler=scheduler, cache=CacheConfig(block_size=16, num_blocks=60_000))
+    body = chat(long, n=20, logprobs=True, top_logprobs=20)
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["stop"] * 20
+    refused = long.post(CHAT, {"messages": HI, "n": 20, "logprobs": True, "top_logprobs": 20, "max_tokens": 39_000})
+    assert refused.json()["error"]["param"] == "logprobs"
+    too_many = {"messages": HI, "n": 20, "logprobs": True, "min_tokens": 30_000}
+    assert long.post(CHAT, too_many).json()["error"]["param"] == "logprobs"
 
 
 def test_tokens_are_spelled_as_in_the_vocabulary(server: TestServer) -> None:

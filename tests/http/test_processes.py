@@ -6,13 +6,14 @@ import asyncio
 import random
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cut_drill import cut_wave
 from cut_streams import make_bodies, run_cut_streams
 from kill_drill import Drills
-from real_server import RealServer, children_of, command_of, is_alive, tiny_server
+from real_server import ADMIN_KEY, RealServer, children_of, command_of, is_alive, tiny_server
 
 SIZES = ("--max-num-seqs", "4", "--num-kv-blocks", "1024", "--max-model-len", "2048")
 
@@ -59,6 +60,28 @@ def test_a_killed_engine_breaks_off_streams_that_had_begun_and_every_other_reque
     assert retries is not None
     assert int(retries[1]) >= 2
     assert "submitted again" in server.output
+
+
+def test_an_operator_ends_a_request_lets_the_engine_sleep_and_gives_it_weights(server: RealServer) -> None:
+    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    body = {"prompt": "x", "max_tokens": 4, "temperature": 0}
+    before = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    with ThreadPoolExecutor(1) as pool:
+        long = {"prompt": "x", "max_tokens": 2_000, "ignore_eos": True, "request_id": "long"}
+        running = pool.submit(server.post, "/v1/completions", long)
+        server.wait(lambda: "running" in server.requests().values())
+        assert server.post("/abort_request", {"rid": "long"}, headers=admin).json() == {"aborted": 1}
+        assert running.result(60).json()["choices"][0]["finish_reason"] == "abort"
+    assert server.post("/sleep?level=2", None, headers=admin).json()["is_sleeping"]
+    assert not server.is_ready()
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+    assert server.post("/v1/completions", body).json()["error"]["code"] == "engine_asleep"
+    assert not server.post("/resume_memory_occupation", {}, headers=admin).json()["has_weights"]
+    assert not server.is_ready()
+    assert server.post("/update_weights_from_disk", {}, headers=admin).json()["has_weights"]
+    assert server.is_ready()
+    assert server.post("/v1/completions", body).json()["choices"][0]["text"] == before
 
 
 def test_requests_cut_at_random_moments_leave_no_block_held(server: RealServer) -> None:

@@ -98,6 +98,7 @@ def test_the_official_client_asks_for_json(server: TestServer) -> None:
         {"structured_outputs": {"grammar": r'start: "{\"n\": " /[0-9]+/ "}"'}},
         {"guided_json": SCHEMA},
         {"guided_json": json.dumps(SCHEMA)},
+        {"guided_json": SCHEMA, "structured_outputs": {"json": SCHEMA}},  # for old and new servers at once
         {"guided_choice": ['{"n": 12}', "no"]},
         {"response_format": FORMAT},
     ],

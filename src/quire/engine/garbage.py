@@ -21,7 +21,9 @@ class GarbageCollector:
         self._new, self._more = new, more
         self._num_added = 0  # objects frozen since the last count; some may be freed already
         gc.disable()
-        self._num_frozen = self._collect_all()  # objects left after the last collection of all objects
+        gc.collect()  # not of objects that were frozen before: imports leave next to no garbage
+        gc.freeze()
+        self._num_frozen = gc.get_freeze_count()  # objects left after the last collection of all objects
 
     def collect(self) -> None:
         """Collect garbage among the objects made since the last call, if there are enough of them."""

@@ -119,6 +119,8 @@ class EngineLoop:
                 progress.end_step(core.num_ready)
                 self._deliver(out)
             if self._standby is not None:
+                if self._standby.is_active:
+                    progress.idle()  # a command may take longer than any step
                 self._standby.advance()
                 progress.set_refuses(refuses=self._standby.refuses)
             self._flush()
@@ -237,6 +239,7 @@ class EngineLoop:
             )
             self._queue(edge, answer_command(order.number, error))
             return
+        self._progress.idle()  # it may take longer than any step
         self._core.standby.begin(order.command(), lambda done: self._queue(edge, answer_command(order.number, done)))
 
     def _begin_load(self, edge: int, order: LoadAdapter) -> None:

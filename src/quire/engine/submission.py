@@ -235,6 +235,13 @@ def check_answer_size(request: Submit, config: SchedulerConfig, vocab_size: int)
         raise InvalidRequest(field, reason, f"{fix}, {FEWER_SCORED}" if field == "prompt_logprobs" else fix)
 
 
+def tokens_that_fit(request: Submit, vocab_size: int) -> int:
+    """Return the most tokens that each answer to a request can have within the limit of `check_answer_size`."""
+    sampling = request.sampling
+    entry = _entry_bytes(sampling.logprobs, len(tuple(sampling.logprob_token_ids or ())), vocab_size)
+    return max(MAX_ANSWER - prompt_logprob_bytes(request, vocab_size), 0) // (sampling.n * (entry + _TOKEN))
+
+
 def prompt_logprob_bytes(request: Submit, vocab_size: int) -> int:
     """Return the size in bytes of the logprobs of a request's prompt, counted once for each of its `n` answers."""
     sampling = request.sampling

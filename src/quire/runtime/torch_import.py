@@ -16,7 +16,10 @@ from pathlib import Path
 from types import ModuleType
 
 META_KERNELS = "torch._meta_registrations"  # for tracing and compiling models, and for torch.Generator
-_DEFERRED = (META_KERNELS, "torch.export", "torch.utils.data", "torch.distributions")  # no server needs the others
+_DEFERRED = (  # besides the meta kernels: packages that no server needs, and a parser of operators' schemas
+    META_KERNELS, "torch.export", "torch.utils.data", "torch.distributions", "torch.masked", "torch.quantization",
+    "torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable", "torch.nn.quantized", "torchgen.model",
+)  # fmt: skip
 _loading = threading.RLock()  # re-entrant: the module looks up its own names while it is loaded
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
@@ -59,7 +62,7 @@ def forget_library_pages() -> None:
 
 def defer_modules() -> None:
     """Let the next `import torch` skip modules that serving does not need, on machines without a GPU: the Python
-    kernels for meta tensors, which take a quarter of the import time, and a few that take a tenth. Each is loaded when
+    kernels for meta tensors, which take a quarter of the import time, and some that take a fifth. Each is loaded when
     an attribute of it is accessed."""
     if "torch" not in sys.modules and not any(map(os.path.exists, _GPU_DEVICES)):
         sys.meta_path.insert(0, _Finder())

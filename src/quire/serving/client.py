@@ -4,9 +4,8 @@ one."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from quire.engine.core import EngineCore
 from quire.types.adapters import AdapterInfo
 from quire.types.errors import EngineDead, QuireError
 from quire.types.output import TokensOut
@@ -14,6 +13,9 @@ from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
 from quire.types.standby import Command, StandbyState
 from quire.types.stats import EngineStats
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
 
 CLOSED = "this LLM was closed; make a new one, or close it (leave its with block) only after the last call"
 

@@ -39,6 +39,16 @@ def test_a_new_cycle_is_freed_when_enough_objects_are_new() -> None:
     assert len(kept) == 400
 
 
+def test_the_first_collection_skips_objects_that_were_frozen_before() -> None:
+    frozen = Knot()
+    gc.freeze()
+    old, new = weakref.ref(frozen), weakref.ref(Knot())
+    del frozen
+    GarbageCollector()
+    assert old() is not None
+    assert new() is None
+
+
 def test_objects_that_stay_are_looked_at_once() -> None:
     garbage = GarbageCollector(new=300)
     before = gc.get_freeze_count()

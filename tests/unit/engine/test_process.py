@@ -28,12 +28,13 @@ from quire.engine.messages import (
     decode_from_engine,
 )
 from quire.engine.process import _split_large
+from quire.engine.progress import ProgressReader
 from quire.engine.submission import MAX_ANSWER, check_answer_size
 from quire.types.errors import InvalidRequest, QuireError
 from quire.types.output import Finished, SampleEnd, TokensOut
 from quire.types.request import Abort, Submit
 from quire.types.sampling import SamplingParams
-from quire.types.standby import Command
+from quire.types.standby import Command, PauseMode
 from quire.types.step import TokenLogprobs
 
 Start = Callable[..., EngineThread]
@@ -491,6 +492,37 @@ def test_an_idle_engine_sleeps_and_the_next_request_wakes_it_up(start: Start, co
             assert time.monotonic() < deadline
     assert naps.calls[:3] == [1, ("weights", "kv_cache"), 1]
     assert not edge.refusals()
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_an_update_between_two_steps_is_no_step_however_long_it_takes(
+    start: Start, connect: Connect, tmp_path: Path, mode: PauseMode
+) -> None:
+    engine = start()
+    naps, edge = Naps(engine), connect(engine)
+    engine.loop.nap_seconds = None
+    reader = ProgressReader(next(tmp_path.glob("**/progress-*")))
+    stuck: list[float] = []
+
+    def slow() -> bool:
+        for _ in range(2):
+            time.sleep(0.01)
+            stuck.append(reader.stuck_for())
+        return False
+
+    executor: Any = engine.executor
+    executor.apply_weights = slow
+    engine.gate.clear()
+    edge.submit("r", [5, 6], max_tokens=30)
+    assert engine.held.wait(60)
+    edge.say(order_of(1, Command("update_weights", mode=mode, version="next")))
+    engine.gate.set()
+    edge.wait(lambda: any(isinstance(said, CommandAnswer) for said in edge.heard))
+    (state,) = [said.state for said in edge.heard if isinstance(said, CommandAnswer)]
+    assert state is not None
+    assert state.weight_version == "next"
+    assert stuck == [0.0, 0.0]
+    assert naps.calls
 
 
 def test_an_engine_that_cannot_sleep_or_wake_up_says_so_and_tries_again_later(

@@ -74,3 +74,14 @@ def test_readers_see_the_backlog_of_the_last_step_that_ended(tmp_path: Path) -> 
 def test_the_record_is_for_this_user_alone(tmp_path: Path) -> None:
     ProgressRecord(tmp_path / "progress").close()
     assert (tmp_path / "progress").stat().st_mode & 0o077 == 0
+
+
+def test_edges_read_whether_the_engine_refuses_requests(tmp_path: Path) -> None:
+    record = ProgressRecord(tmp_path / "progress")
+    reader = ProgressReader(tmp_path / "progress")
+    record.begin_step()
+    record.end_step(3)
+    for refuses in (True, False):
+        record.set_refuses(refuses=refuses)
+        assert reader.refuses() == refuses
+        assert reader.backlog() == (1, 3)

@@ -51,8 +51,15 @@ from torch.utils.data import DataLoader
 assert len(list(DataLoader([1, 2, 3], batch_size=2))) == 2
 import torch.export.unflatten
 assert callable(torch.export.export)
-for name in ("torch.export", "torch.utils.data", "torch.distributions"):
-    assert type(sys.modules[name]) is type(sys)
+assert type(sys.modules["torch.quantization"]) is not type(sys)
+assert torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])).sum().get_data() == 1
+assert torch.quantization.QuantStub()(torch.ones(1)) == 1
+assert torch.nn.quantized.Linear and torch.nn.intrinsic.LinearReLU and torch.nn.qat.Linear and torch.nn.quantizable.LSTM
+from torch.utils._python_dispatch import get_alias_info
+assert get_alias_info(torch.ops.aten.add_.Tensor).outs[0].is_write
+import torch.nn.quantized.dynamic
+for name in torch_import._DEFERRED[1:]:
+    assert type(sys.modules[name]) is type(sys), name
 """
     )
     assert failure(program) == ""

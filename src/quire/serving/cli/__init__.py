@@ -9,11 +9,18 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from quire.serving.process.spawning import Spawned, spawned_engine
 from quire.types.errors import ConfigError, DoesNotFit, InvalidRequest, QuireError
 
+if TYPE_CHECKING:
+    from quire.serving.cli.arguments import Commands, OneLineParser
+
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+_COMMANDS = (
+    "serve", "route", "chat", "complete", "run-batch", "bench", "pull", "doctor", "tune", "quantize", "replay",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with _engine_ahead(words) as engine:
-            args = _parser().parse_args(words)
+            args = _parser(words[0] if words else "").parse_args(words)
             return _run(args, engine)
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -65,16 +72,10 @@ def _one_line(error: Exception) -> str:
     return f"unexpected {type(error).__name__}: {text}; run again with --debug for the traceback"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str = "") -> argparse.ArgumentParser:
+    """Return the parser of one command, or of all commands if there is none of this name."""
     from quire import __version__
-    from quire.serving.cli.arguments import OneLineParser, add_chat, add_complete, add_doctor, add_pull, examples
-    from quire.serving.cli.bench_flags import add_bench
-    from quire.serving.cli.quantize import add_quantize
-    from quire.serving.cli.replay import add_replay
-    from quire.serving.cli.route import add_route
-    from quire.serving.cli.run_batch import add_run_batch
-    from quire.serving.cli.serve_flags import add_serve
-    from quire.serving.cli.tune import add_tune
+    from quire.serving.cli.arguments import OneLineParser, examples
 
     parser = OneLineParser(
         prog="quire",
@@ -89,18 +90,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    add_serve(commands)
-    add_route(commands)
-    add_chat(commands)
-    add_complete(commands)
-    add_run_batch(commands)
-    add_bench(commands)
-    add_pull(commands)
-    add_doctor(commands)
-    add_tune(commands)
-    add_quantize(commands)
-    add_replay(commands)
+    for name in (command,) if command in _COMMANDS else _COMMANDS:
+        _adder(name)(commands)
     return parser
+
+
+def _adder(name: str) -> Callable[[Commands[OneLineParser]], None]:
+    """Return the function that adds the flags of a command to the parser. Imports only what this command needs."""
+    from quire.serving.cli import arguments
+
+    common = {
+        "chat": arguments.add_chat,
+        "complete": arguments.add_complete,
+        "pull": arguments.add_pull,
+        "doctor": arguments.add_doctor,
+    }
+    if name in common:
+        return common[name]
+    if name == "serve":
+        from quire.serving.cli.serve_flags import add_serve as add
+    elif name == "route":
+        from quire.serving.cli.route import add_route as add
+    elif name == "run-batch":
+        from quire.serving.cli.run_batch import add_run_batch as add
+    elif name == "bench":
+        from quire.serving.cli.bench_flags import add_bench as add
+    elif name == "tune":
+        from quire.serving.cli.tune import add_tune as add
+    elif name == "quantize":
+        from quire.serving.cli.quantize import add_quantize as add
+    else:
+        from quire.serving.cli.replay import add_replay as add
+    return add
 
 
 def _command(args: argparse.Namespace, engine: Spawned | None) -> Callable[[argparse.Namespace], int]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REQUIRED = ("torch", "numpy", "tokenizers", "safetensors", "jinja2")
 OPTIONAL = (
     "huggingface_hub", "triton",
-    "fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "pyzmq", "prometheus_client",  # for `quire serve`
+    "starlette", "uvicorn", "uvloop", "httptools", "msgspec", "pyzmq", "prometheus_client",  # for `quire serve`
     "aiohttp", "opentelemetry-sdk",  # for `quire bench serve`, for traces
 )  # fmt: skip
 REBUILD = (

@@ -129,6 +129,8 @@ def _source(args: argparse.Namespace) -> ModelSource:
 def _template_kwargs(values: dict[str, Any]) -> dict[str, Any]:
     """Check the default variables of the chat template. Whether the template reads them is checked when the model is
     loaded."""
+    if not values:
+        return {}
     from quire.serving.http.limits import Limits
     from quire.serving.http.validators.prompts import TemplateVariables
 
@@ -329,7 +331,7 @@ def check_installed() -> None:
     """Raise ConfigError that names the fix if a package of the `server` extra is missing."""
     from importlib.util import find_spec
 
-    needed = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "zmq", "prometheus_client")
+    needed = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "zmq", "prometheus_client")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ConfigError("serve", f"needs {', '.join(missing)}", install_extra("server"))

@@ -211,7 +211,7 @@ def serve_config(flags: list[str]) -> ServerConfig:
     from quire.serving.cli import _parser
     from quire.serving.cli.serve import server_config
 
-    config, _ = server_config(_parser().parse_args(["serve", *flags]))
+    config, _ = server_config(_parser("serve").parse_args(["serve", *flags]))
     if config.access.key_digests or config.access.admin_digests or config.replicas > 1:
         raise ConfigError(
             "flags", "cannot contain API keys or --replicas: Ray Serve starts the replicas", "leave them out"

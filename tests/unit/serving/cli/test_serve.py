@@ -346,7 +346,7 @@ def test_an_engine_process_started_ahead_ends_with_the_command(
 def test_ctrl_c_while_flags_are_read_ends_the_command_and_its_engine_without_a_traceback(
     started: list[Spawned], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt() -> None:
+    def interrupt(_: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_parser", interrupt)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,9 +28,10 @@ from quire.serving.http.static import playground_routes
 Routes = dict[tuple[str, str], AsgiHandler]  # by method and path
 
 
-def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> FastAPI:
+def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> Starlette:
     """Return the ASGI application of one edge. `playground` holds the bytes and content types of static files."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = Starlette()
+    app.router.redirect_slashes = False
     access = service.config.access
     files = playground_routes(playground) if access.playground else {}
     routes = api_routes(service)

@@ -61,7 +61,8 @@ _FIELDS = (
     *TEMPLATE,
     *TRUNCATION,
     Field("max_tokens", AnswerLength(1),
-          "At most this many new tokens; default and -1: what is left of max_model_len."),
+          "At most this many new tokens; default and -1: what is left of max_model_len, or fewer if `n` answers with "
+          "`logprobs` would exceed 16 MiB."),
     TOOLS,
     Field("tool_choice", ToolChoice(),
           "`none`: no call; `auto`: the model decides; `required`: it must call a tool; an object that names a tool: "

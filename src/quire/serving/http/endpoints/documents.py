@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from quire.config.vision import ImageLimits
 from quire.serving.http.endpoint import Endpoint, PlainEndpoint
@@ -20,14 +22,16 @@ def document_pages(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
         return Capabilities(service, endpoints)
 
     def document_of(service: Service) -> Handler:
-        described = build_openapi(
-            (*endpoints, capabilities),
-            service.limits,
-            service.version,
-            service.config.listen.root_path,
-            strict=service.config.strict,
+        return Document(
+            partial(
+                build_openapi,
+                (*endpoints, capabilities),
+                service.limits,
+                service.version,
+                service.config.listen.root_path,
+                strict=service.config.strict,
+            )
         )
-        return StaticFile(described, "application/json")
 
     capabilities = PlainEndpoint(
         name="v1_capabilities",
@@ -46,6 +50,19 @@ def document_pages(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
         handler=document_of,
     )
     return capabilities, document
+
+
+class Document:
+    """Replies with the OpenAPI document, which is built in a thread for the first request: that takes some 50 ms."""
+
+    def __init__(self, build: Callable[[], bytes]) -> None:
+        self._build = build
+        self._file: StaticFile | None = None
+
+    async def __call__(self, exchange: Exchange) -> None:
+        if self._file is None:
+            self._file = StaticFile(await asyncio.to_thread(self._build), "application/json")
+        await self._file(exchange)
 
 
 class Capabilities:

@@ -31,11 +31,12 @@ def drop_beam_fields(given: Parameters) -> list[InvalidRequest]:
 
 
 def take_structure(given: Parameters) -> str:
-    """Store the structure that the answer must match as `structured_outputs`, whichever field it came in. Returns that
-    field, or "" if there is none."""
+    """Store the structure that the answer must match as `structured_outputs`, whichever field it came in. Several
+    fields must ask for the same. Returns the first of them, or "" if there is none."""
     asked = [name for name in STRUCTURE_FIELDS if given.get(name) is not None]
-    if len(asked) > 1:
-        raise InvalidRequest(asked[1], f"cannot be used together with {asked[0]}", "send one of them")
+    for name in asked[1:]:
+        if given[name] != given[asked[0]]:  # clients that serve several versions of vLLM send the same in two fields
+            raise InvalidRequest(name, f"cannot be used together with another {asked[0]}", "send one of them")
     for name in asked:
         given["structured_outputs"] = given[name]
     if not asked:

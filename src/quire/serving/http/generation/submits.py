@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from quire.engine.submission import tokens_that_fit
 from quire.serving.http.generation.admission_checks import (
     check_admission,
     check_length,
@@ -24,6 +25,8 @@ from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
 from quire.types.request import Submit, pack_tokens
 from quire.types.sampling import SamplingParams
+
+SHORTEST_ANSWER = 256  # tokens to which an answer without max_tokens may be limited by its size; below, it is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ def make_submits(
         )
         for name, (ids, images) in zip(names, placed, strict=True)
     ]
+    submits = [_within_answer_size(submit, engine) for submit in submits]
     try:
         check_admission(engine, submits, head.num_calls)
     except InvalidRequest as error:
@@ -96,6 +100,16 @@ def _cut_to_room(sampling: SamplingParams, num_tokens: int, engine: EngineReady)
     """Return the sampling parameters with max_tokens lowered to what fits after a prompt of this length."""
     room = engine.max_model_len - num_tokens
     return sampling if (sampling.max_tokens or 0) <= room else replace(sampling, max_tokens=room)
+
+
+def _within_answer_size(submit: Submit, engine: EngineReady) -> Submit:
+    """Return the request with max_tokens lowered, if it was not given, to what fits into an answer. Logprobs can make
+    that less than max_model_len."""
+    sampling, room = submit.sampling, engine.max_model_len - len(submit.prompt_token_ids)
+    fits = tokens_that_fit(submit, engine.vocab_size)
+    if sampling.max_tokens is not None or not max(sampling.min_tokens, SHORTEST_ANSWER) <= fits < room:
+        return submit
+    return replace(submit, sampling=replace(sampling, max_tokens=fits))
 
 
 def _check_count(work: Work, num_prompts: int, limit: int) -> None:
