@@ -99,7 +99,8 @@ class Opt(BaseModel):
 
     def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
         decoder = self.model.decoder
-        return decoder.embed_positions(step.positions).add_(decoder.project_in(super().embed(vectors, step)))
+        hidden: Tensor = decoder.project_in(super().embed(vectors, step))
+        return hidden.add_(decoder.embed_positions(step.positions))
 
 
 def read_opt(config: Fields) -> ModelConfig:
