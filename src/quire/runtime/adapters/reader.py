@@ -80,7 +80,7 @@ class AdapterReader:
         self._expert_paths = _expert_paths(self._layers)
         self._experts_elsewhere = _expert_paths(self._elsewhere) - self._expert_paths  # no expert on this rank
         width = -(-self._width() * config.num_layers // len(config.layers))  # extrapolated to all stages
-        width += config.hidden_size + config.vocab_size  # the head may be on another stage
+        width += config.embedding_size + config.vocab_size  # the head may be on another stage
         if config.experts is not None and slots.config.experts:
             width += config.num_layers * config.experts.num * 3 * (config.hidden_size + config.experts.size)
         self._max_bytes = _HEADER_BYTES + slots.config.max_rank * width * max(

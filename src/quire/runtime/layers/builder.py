@@ -395,4 +395,4 @@ class LayerBuilder:
             assert not bias
             return TiedHead(embedding, self._head_product)
         vocab = self._splits.size(config.vocab_size)
-        return Linear(config.hidden_size, {name: vocab}, bias, self._table_product, self.placement)
+        return Linear(config.embedding_size, {name: vocab}, bias, self._table_product, self.placement)

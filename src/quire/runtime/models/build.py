@@ -11,8 +11,9 @@ from torch import Tensor
 
 from quire.config.adapter_memory import OUTPUT_STEP
 from quire.config.engine import DeviceConfig
-from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig, WeightCounts
+from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig
 from quire.config.parallel import ParallelConfig
+from quire.config.weight_counts import WeightCounts
 from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks

@@ -47,6 +47,12 @@ class PlainModel:
         self.embedding, self.blocks, self.norm, self.head = self.model.parts
         self._layers = list(weight_layers(self.model))
 
+    @property
+    def in_front(self) -> list[WeightLayer]:
+        """The layers outside of the blocks, the last norm and the head: the embedding and others that `embed` reads."""
+        behind = {id(each) for part in (self.blocks, self.norm, self.head) for each in part.modules()}
+        return [layer for layer, _ in self._layers if id(layer) not in behind]
+
     def parts_of(self, module: nn.Module) -> list[tuple[WeightLayer, dict[str, str]]]:
         inside = {id(each) for each in module.modules()}
         return [(layer, parts) for layer, parts in self._layers if id(layer) in inside]
