@@ -93,8 +93,8 @@ def test_attention_of_every_group_of_query_heads(num_kv: int, group: int, contex
 
 FEATURES: dict[str, AttentionCase] = {
     "head norms": AttentionCase(norms=True),
-    "half of a head turns": AttentionCase(turned=64),
-    "nothing turns": AttentionCase(turned=0),
+    "half of a head is rotated": AttentionCase(rotated=64),
+    "nothing is rotated": AttentionCase(rotated=0),
     "a window": AttentionCase(window=100),
     "a window of one token": AttentionCase(window=1),
     "a window of another table": AttentionCase(window=513, table=1),

@@ -65,7 +65,7 @@ class AttentionCase:
     num_kv: int = 2
     dim: int = 128
     block: int = 16
-    turned: int | None = None  # numbers of a head; None: all
+    rotated: int | None = None  # numbers of a head; None: all
     norms: bool = False
     window: int | None = None
     sinks: bool = False
@@ -80,7 +80,7 @@ class AttentionCase:
             torch.randperm(3 * line, generator=generator).int().view(3, line).to(DEVICE) for _ in range(self.table + 1)
         ]
         (key, key_scales), (value, value_scales) = (self._side(3 * line, seed + side) for side in range(2))
-        turned = self.dim if self.turned is None else self.turned
+        rotated = self.dim if self.rotated is None else self.rotated
         weights = [1.0 + rand(self.dim, dtype=BF16, seed=seed + 20 + each, scale=0.1) for each in range(2)]
         rule = AttentionRule(
             self.dim**-0.5,
@@ -92,7 +92,7 @@ class AttentionCase:
             torch.zeros(self.num_query * self.dim, dtype=BF16, device=DEVICE),
             self.num_query, self.num_kv, self.dim,
             HeadNorms(weights[0], weights[1], 1e-6) if self.norms else None,
-            _angles(max_length, turned) if turned else None, key, value,
+            _angles(max_length, rotated) if rotated else None, key, value,
             None if key_scales is None or value_scales is None else (key_scales, value_scales), self.table, rule,
         )  # fmt: skip
         return phase, tables
@@ -113,8 +113,8 @@ class AttentionCase:
         return held, scales
 
 
-def _angles(length: int, turned: int) -> Tensor:
-    angle = torch.arange(length)[:, None] / 10_000.0 ** (torch.arange(0, turned, 2) / turned)
+def _angles(length: int, rotated: int) -> Tensor:
+    angle = torch.arange(length)[:, None] / 10_000.0 ** (torch.arange(0, rotated, 2) / rotated)
     return torch.cat((angle.cos(), angle.sin()), dim=1).to(BF16).to(DEVICE)
 
 

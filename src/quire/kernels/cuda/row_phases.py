@@ -61,7 +61,7 @@ class AttentionPhase:
     num_kv: int
     dim: int
     norms: HeadNorms | None  # of queries and keys only
-    angles: Tensor | None  # [positions, turned]: cos of turned / 2 frequencies, then sin, bfloat16
+    angles: Tensor | None  # [positions, rotated]: cos of rotated / 2 frequencies, then sin, bfloat16
     key_cache: Tensor  # [blocks, kv heads, block, dim]
     value_cache: Tensor
     scales: CacheScales | None

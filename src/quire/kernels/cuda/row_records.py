@@ -42,7 +42,7 @@ class PhaseRecord(ctypes.Structure):
         *_fields(ctypes.c_int32, "head_stride", "block_size", "kind", "outputs", "inputs", "row_bytes"),
         *_fields(ctypes.c_int32, "activation", "adds", "norm_is_wide", "steps"),
         *_fields(ctypes.c_int32, "group_shift", "factor_stride", "num_query"),
-        *_fields(ctypes.c_int32, "num_kv", "turned", "table", "window"),
+        *_fields(ctypes.c_int32, "num_kv", "rotated", "table", "window"),
         *_fields(ctypes.c_int32, "shift", "team_shift", "parts", "source_phase", "before_phase"),
         *_fields(ctypes.c_float, "eps", "factor", "softcap", "value_scale"),
     )
@@ -259,7 +259,7 @@ def _attention_record(phase: AttentionPhase) -> PhaseRecord:
         kind=ATTENTION, activation=-1,
         keys=_address(cache), values=_address(phase.value_cache),
         key_scales=_address(scales[0]), value_scales=_address(scales[1]),
-        angles=_address(phase.angles), turned=0 if phase.angles is None else phase.angles.shape[1],
+        angles=_address(phase.angles), rotated=0 if phase.angles is None else phase.angles.shape[1],
         sinks=_address(rule.sinks), query_norm=_address(norms.query if norms else None),
         key_norm=_address(norms.key if norms else None),
         norm_is_wide=int(norms is not None and norms.query.dtype == torch.float32), eps=norms.eps if norms else 0.0,

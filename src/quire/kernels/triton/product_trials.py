@@ -130,16 +130,16 @@ class Operands:
         if self.x_scale is not None and weight_scale is not None:
             self._finish_float8(layer, multiply_float8(self.x, self.x_scale, weight, weight_scale))
             return
-        turned = weight.t()
+        transposed = weight.t()
         x = self.x if self.norm is None else rms_norm(self.x, *self.norm)
         if layer.activation is not None and prefers_gated_product(len(x), weight, None):
             gated_product(x, weight, layer.activation, self.out)
         elif layer.activation is not None:
-            gate(torch.mm(x, turned), layer.activation, self.out)
+            gate(torch.mm(x, transposed), layer.activation, self.out)
         elif self.residual is not None:
-            self.residual.addmm_(x, turned)
+            self.residual.addmm_(x, transposed)
         else:
-            torch.mm(x, turned, out=self.out)
+            torch.mm(x, transposed, out=self.out)
 
     def _finish_float8(self, layer: Layer, made: Tensor) -> None:
         """Apply the gate or residual that follows cuBLAS's float8 gemm; `made` is its result."""
