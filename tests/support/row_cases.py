@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
-from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight, Weight
+from quire.kernels.cuda.row_phases import AttentionPhase, GemvPhase, Phase, ScaledRowsWeight, Weight
 from quire.kernels.norm import Norm
 from quire.kernels.reference.cache_quantize import dequantize_heads, quantize_heads, split_heads
 from quire.kernels.reference.quantize import quantize_rows, quantize_rows_int8
 from quire.kernels.reference.row_program import ReferenceRowProgram
-from quire.kernels.triton.nibble_products import pack_nibbles
+from quire.kernels.triton.gemm_w4 import pack_w4
 from quire.kernels.triton.rotary import HeadNorms
 from triton_cases import DEVICE, rand
 
@@ -37,16 +37,16 @@ def weight_of(kind: str, outputs: int, inputs: int, seed: int = 0) -> Weight:
     shape = (outputs, inputs // int(group))
     scales = (rand(*shape, seed=seed + 1).abs() * 0.2 * inputs**-0.5).half()
     offsets = (rand(*shape, seed=seed + 2) * 0.5 * inputs**-0.5).half() if form == "offsets" else None
-    return pack_nibbles(levels, scales, offsets)
+    return pack_w4(levels, scales, offsets)
 
 
 def product_of(
     kind: str, outputs: int, inputs: int, *, bias: bool = False, norm: bool = False, activation: str | None = None,
     of_stream: bool = False, to_stream: bool = False, adds: bool = False, seed: int = 0,
-) -> ProductPhase:  # fmt: skip
+) -> GemvPhase:  # fmt: skip
     """outputs: those of the target."""
     rows = outputs * (1 if activation is None else 2)
-    return ProductPhase(
+    return GemvPhase(
         weight_of(kind, rows, inputs, seed),
         None if of_stream else rand(inputs, dtype=BF16, seed=seed + 10),
         None if to_stream else rand(outputs, dtype=BF16, seed=seed + 11),
