@@ -138,4 +138,4 @@ class ExpandedScratch:
         keys, values = (
             each.flatten(0, 1)[: heads * slots].view(heads, slots, -1) for each in (whole.keys, whole.values)
         )
-        return ExpandedKeys(self._dims, keys, values, whole.turned[:slots])
+        return ExpandedKeys(self._dims, keys, values, whole.rotated[:slots])

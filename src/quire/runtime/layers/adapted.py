@@ -219,18 +219,18 @@ class StackedAdapters(LinearAdapters):
         tiles = self.active.rows.tiles
         if tiles is None:
             return super().multiply(multiply, x)
-        from quire.kernels.triton import lora, lora_few
+        from quire.kernels.triton import lora, lora_gemv
 
         blocks, dependent, products = self._output_blocks(), self._is_dependent(x), []
         is_whole = blocks.num_outputs == self.b.shape[1]  # otherwise some outputs of `change` stay undefined
-        if not is_whole or lora.takes_many(tiles.most, len(x), len(self.b)):
+        if not is_whole or lora.takes_gemm(tiles.most, len(x), len(self.b)):
             return super().multiply(multiply, x)
-        low = lora_few.empty_low(x, self.a, tiles.order)  # freed only after both branches joined
+        low = lora_gemv.empty_low(x, self.a, tiles.order)  # freed only after both branches joined
         change = torch.empty(len(x), blocks.num_outputs, dtype=x.dtype, device=x.device)
 
         def run_change() -> None:
-            lora_few.shrink(low, x, self.a, self.b, self.ranks, tiles.order, tiles.tiles, dependent=dependent)
-            lora_few.expand(
+            lora_gemv.shrink(low, x, self.a, self.b, self.ranks, tiles.order, tiles.tiles, dependent=dependent)
+            lora_gemv.expand(
                 change, low, self.b, self.ranks, tiles.order, tiles.tiles, blocks.wide,
                 are_aligned=blocks.are_aligned, slots=tiles.slots, dependent=dependent,
             )  # fmt: skip
@@ -246,7 +246,7 @@ class StackedAdapters(LinearAdapters):
         return products[0], change
 
     def join(self, product: Tensor, change: Tensor) -> None:
-        from quire.kernels.triton.lora_few import add_change
+        from quire.kernels.triton.lora_gemv import add_change
 
         add_change(product, change, dependent=self._is_dependent(product))
 

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from quire.config.environment import read_environment
 from quire.kernels.clamp import Clamp
-from quire.kernels.cuda.coded_experts import CodedStack, choose_coded_tile, coded_product, stack_codes, takes_codes
+from quire.kernels.cuda.coded_experts import CodedStack, choose_coded_tile, coded_gemm, stack_codes, takes_codes
 from quire.kernels.triton.expand_codes import expand_codes
-from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, choose_grouped_tilings, grouped_product
-from quire.kernels.triton.grouped_nibbles import (
-    NibbleStack,
-    choose_nibble_tilings,
-    expanded_product,
-    grouped_nibble_product,
+from quire.kernels.triton.gemm_w4 import PackedW4
+from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, choose_grouped_tilings, grouped_gemm
+from quire.kernels.triton.grouped_w4 import (
+    W4Stack,
+    choose_w4_tilings,
+    expanded_gemm,
+    grouped_gemm_w4,
 )
-from quire.kernels.triton.nibble_products import PackedNibbles
 from quire.kernels.triton.place_rows import PlacedRows, place_rows
 
-AnyStack = Stack | NibbleStack | CodedStack
+AnyStack = Stack | W4Stack | CodedStack
 
 
 class ExpertPlan(NamedTuple):
@@ -40,18 +40,18 @@ def plan_experts(up: AnyStack, down: AnyStack, pairs: int, num: int, x: Tensor) 
         if tile is None:
             return ExpertPlan(first, second, expanded=True)
         return ExpertPlan(first._replace(block_m=tile), second._replace(block_m=tile), expanded=False)
-    if isinstance(up, NibbleStack):
-        first, second = choose_nibble_tilings(pairs, num, size, device)
+    if isinstance(up, W4Stack):
+        first, second = choose_w4_tilings(pairs, num, size, device)
     return ExpertPlan(first, second, expanded=False)
 
 
 def stack_packed(
-    experts: list[PackedNibbles], bias: Tensor | None, dtype: torch.dtype, *, interleaved: bool
-) -> NibbleStack | CodedStack:
+    experts: list[PackedW4], bias: Tensor | None, dtype: torch.dtype, *, interleaved: bool
+) -> W4Stack | CodedStack:
     """Stack packed e2m1 codes for the kernel that a run in this dtype takes. interleaved: they are gate, then up."""
     if read_environment().coded_experts and takes_codes(experts, dtype, interleaved=interleaved):
         return stack_codes(experts, bias, interleaved=interleaved)
-    return NibbleStack.of(experts, bias, has_codes=True)
+    return W4Stack.of(experts, bias, has_codes=True)
 
 
 def takes_gated(up: AnyStack, down: AnyStack, plan: ExpertPlan) -> bool:
@@ -66,22 +66,22 @@ def multiply(
     """Multiply each pair's row by the weight of its expert [pairs, outputs]. num_used: pairs per row of x; expanded: as
     in the ExpertPlan."""
     if isinstance(stack, Stack):
-        return grouped_product(
+        return grouped_gemm(
             x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
         )
-    if isinstance(stack, NibbleStack):
-        return grouped_nibble_product(
+    if isinstance(stack, W4Stack):
+        return grouped_gemm_w4(
             x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
         )
     if expanded:
-        return expanded_product(
+        return expanded_gemm(
             x, lambda number, out: expand_codes(stack.data[number], out, interleaved=stack.interleaved),
             (len(stack.data), stack.outputs, stack.inputs), stack.bias, routing, tiling, num_used=num_used,
             activation=activation, clamp=clamp, dependent=dependent,
         )  # fmt: skip
     assert activation is None, "a gated product of codes leaves its results in places: see multiply_gated"
     placed = place_rows(x, routing, tiling.block_m, num_used=num_used, dependent=dependent)
-    out = coded_product(placed, stack, routing, dependent=dependent)
+    out = coded_gemm(placed, stack, routing, dependent=dependent)
     assert isinstance(out, Tensor)
     return out
 
@@ -93,10 +93,10 @@ def multiply_gated(
     """Return down(activation(gate(x)) * up(x)) of each pair's expert [pairs, outputs]."""
     if isinstance(up, CodedStack) and isinstance(down, CodedStack) and not plan.expanded:
         placed = place_rows(x, routing, plan.first.block_m, num_used=num_used, dependent=dependent)
-        inner = coded_product(placed, up, routing, activation=activation, clamp=clamp, dependent=dependent)
+        inner = coded_gemm(placed, up, routing, activation=activation, clamp=clamp, dependent=dependent)
         del placed  # frees its memory
         assert isinstance(inner, PlacedRows)
-        out = coded_product(inner, down, routing, early=True, dependent=dependent)
+        out = coded_gemm(inner, down, routing, early=True, dependent=dependent)
         assert isinstance(out, Tensor)
         return out
     made = multiply(

@@ -18,7 +18,7 @@ from quire.config.model import Heads, Latent
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.program import Symbol
 from quire.runtime.layers.head_linear import HeadLinear, heads_of
-from quire.runtime.layers.indexer import TokenChooser, Turn
+from quire.runtime.layers.indexer import HeadRotation, TokenChooser
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import QueryScale, Rotary, Rotation
@@ -76,7 +76,7 @@ class LatentAttention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self._heads, self._latent, self._layer, self.rule, self._ops = heads, latent, layer, rule, ops
-        self.rotary, self.query_scale, self._turn = rotary, query_scale, Turn(rotary, ops)
+        self.rotary, self.query_scale, self._rotate_heads = rotary, query_scale, HeadRotation(rotary, ops)
 
     def forward(
         self, query: Value, latents: Value, step: ForwardStep, norm: RMSNorm, products: LatentProducts,
@@ -97,7 +97,7 @@ class LatentAttention(nn.Module):
             self._store_by_parts(query, latents, step, norm)
         if self.query_scale is not None:
             heads_of(query, heads.num_query, latent.query_dim).mul_(self.query_scale(step).cos[..., :1])
-        chosen = None if choice is None else choice[0].choose(step, cache, self._turn, *choice[1])
+        chosen = None if choice is None else choice[0].choose(step, cache, self._rotate_heads, *choice[1])
         if is_triton and plan.expanded is not None and chosen is None:
             attended: Tensor = step.backend.attend_expanded(query, cache, plan, self.rule, products)
             return attended
@@ -162,7 +162,7 @@ class LatentAttention(nn.Module):
         *inputs, step = rest
         cache = step.caches[self._layer]
         by_head = compared.reshape(len(compared), self._heads.num_query, self._heads.dim)
-        chosen = chooser.choose(step, cache, self._turn, *inputs)
+        chosen = chooser.choose(step, cache, self._rotate_heads, *inputs)
         if chosen is not None:
             return chosen.attend(by_head, by_head[:, :1], cache, self.rule)  # keys are cached
         plan = step.attention_of(cache)

@@ -127,12 +127,12 @@ class RowWriter:
         self, x: RowSymbol, multiply: FusedMultiply, out: RowSymbol, *, norm: Norm | None = None,
         activation: str | None = None, adds: bool = False,
     ) -> None:  # fmt: skip
-        from quire.kernels.cuda.row_phases import ProductPhase
+        from quire.kernels.cuda.row_phases import GemvPhase
 
         weight = multiply.row_weight
         assert weight is not None
         self._read(x)
-        self.phases.append(ProductPhase(weight, x.vector, out.vector, multiply.bias, norm, activation, adds))
+        self.phases.append(GemvPhase(weight, x.vector, out.vector, multiply.bias, norm, activation, adds))
 
     def _outputs(self, multiply: FusedMultiply) -> int:
         from quire.kernels.cuda.row_phases import count_outputs

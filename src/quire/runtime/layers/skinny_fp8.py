@@ -16,10 +16,10 @@ from torch import Tensor
 from quire.kernels.cuda.row_phases import ScaledRowsWeight
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
+from quire.kernels.triton.gemm_scaled_hopper_plan import takes_rows, takes_weight
+from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
+from quire.kernels.triton.gemm_skinny_plan import own_rows
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
-from quire.kernels.triton.products import Workspace, skinny_product
-from quire.kernels.triton.products_hopper_plan import takes_rows, takes_weight
-from quire.kernels.triton.products_plan import own_rows
 from quire.kernels.triton.quantize import quantize_rows
 from quire.runtime.layers.product import BaseProduct, FusedMultiply, Multiply
 from quire.runtime.quantization.fp8 import ScaledRows, multiply_scaled
@@ -104,14 +104,14 @@ class ScaledMultiply(FusedMultiply):
         if out is None:
             out = torch.empty(len(numbers), outputs, dtype=self.dtype, device=numbers.device)
         if scale is not None and self._is_wide(len(numbers)):
-            from quire.kernels.triton.products_hopper import scaled_product  # its language is not in every Triton
+            from quire.kernels.triton.gemm_scaled_hopper import scaled_gemm  # its language is not in every Triton
 
-            return scaled_product(
+            return scaled_gemm(
                 numbers, self.weight.numbers, self.workspace,
                 x_scale=scale, weight_scale=self.weight.scale, bias=self.bias, residual=residual,
                 activation=activation, out=out, dependent=self._is_dependent(len(numbers)),
             )  # fmt: skip
-        return skinny_product(
+        return skinny_gemm(
             numbers, self.weight.numbers, self.workspace,
             bias=self.bias, residual=residual, x_scale=scale, weight_scale=self.weight.scale,
             activation=activation, norm=norm, out=out, dependent=self._is_dependent(len(numbers)),

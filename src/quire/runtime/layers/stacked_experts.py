@@ -20,8 +20,8 @@ from quire.runtime.quantization.mxfp4 import GROUP, SCALES, Mxfp4Weight
 from quire.runtime.quantization.weight import StoredWeight
 
 if TYPE_CHECKING:
+    from quire.kernels.triton.gemm_w4 import PackedW4
     from quire.kernels.triton.grouped import Routing
-    from quire.kernels.triton.nibble_products import PackedNibbles
     from quire.runtime.layers.expert_adapters import StackedExpertAdapters
     from quire.runtime.layers.expert_products import AnyStack
 
@@ -60,7 +60,7 @@ class ExpertLinear(WeightLayer):
             begin += each.count
         self._stack: AnyStack | None = None
         self._coming: dict[str, Mxfp4Weight] = {}  # matrices of the expert being loaded, by name
-        self._packed: list[PackedNibbles] = []  # of the experts loaded before it
+        self._packed: list[PackedW4] = []  # of the experts loaded before it
 
     @property
     def stack(self) -> AnyStack:
@@ -134,14 +134,14 @@ class ExpertLinear(WeightLayer):
         return whole.data[int(expert) - self.experts.start, self.spans[name]]
 
 
-def _packed(parts: list[Mxfp4Weight]) -> PackedNibbles:
+def _packed(parts: list[Mxfp4Weight]) -> PackedW4:
     """Pack one expert's matrices, outputs concatenated."""
-    from quire.kernels.triton.nibble_products import pack_nibbles
+    from quire.kernels.triton.gemm_w4 import pack_w4
 
     blocks, exponents = torch.cat([each.blocks for each in parts]), torch.cat([each.exponents for each in parts])
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
     scales = SCALES.to(exponents.device).bfloat16()[exponents.int()]  # powers of two: exact
-    return pack_nibbles(codes, scales, None)
+    return pack_w4(codes, scales, None)
 
 
 def _add_adapters(out: Tensor, x: Tensor, linear: ExpertLinear, routing: Routing, *, dependent: bool) -> None:

@@ -7,9 +7,9 @@ import torch
 
 from quire.kernels.cuda import coded_experts
 from quire.kernels.cuda.coded_experts import CodedStack
+from quire.kernels.triton.gemm_w4 import PackedW4, pack_w4
 from quire.kernels.triton.grouped import Stack, choose_grouped_tilings
-from quire.kernels.triton.grouped_nibbles import NibbleStack
-from quire.kernels.triton.nibble_products import PackedNibbles, pack_nibbles
+from quire.kernels.triton.grouped_w4 import W4Stack
 from quire.runtime.layers.expert_products import plan_experts, stack_packed, takes_gated
 
 BF16 = torch.bfloat16
@@ -18,22 +18,22 @@ CODED = CodedStack(torch.zeros(32, 1, 1, 1), 128, 64, True)
 X = torch.zeros(1, 8, dtype=BF16)
 
 
-def packed(outputs: int) -> list[PackedNibbles]:
+def packed(outputs: int) -> list[PackedW4]:
     codes = torch.zeros(outputs, 64, dtype=torch.uint8)
-    return [pack_nibbles(codes, torch.ones(outputs, 2, dtype=BF16), None) for _ in range(2)]
+    return [pack_w4(codes, torch.ones(outputs, 2, dtype=BF16), None) for _ in range(2)]
 
 
 def test_codes_are_stacked_for_the_kernel_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CODED_EXPERTS", "1")
-    assert isinstance(stack_packed(packed(128), None, BF16, interleaved=True), NibbleStack)
+    assert isinstance(stack_packed(packed(128), None, BF16, interleaved=True), W4Stack)
     monkeypatch.setattr(coded_experts, "runs_on", lambda _: True)
     stack = stack_packed(packed(128), None, BF16, interleaved=True)
     assert isinstance(stack, CodedStack)
     assert (stack.outputs, stack.inputs, stack.interleaved) == (128, 64, True)
-    assert isinstance(stack_packed(packed(96), None, BF16, interleaved=False), NibbleStack)
-    assert isinstance(stack_packed(packed(128), None, torch.float16, interleaved=True), NibbleStack)
+    assert isinstance(stack_packed(packed(96), None, BF16, interleaved=False), W4Stack)
+    assert isinstance(stack_packed(packed(128), None, torch.float16, interleaved=True), W4Stack)
     monkeypatch.delenv("QUIRE_CODED_EXPERTS")
-    assert isinstance(stack_packed(packed(128), None, BF16, interleaved=True), NibbleStack)
+    assert isinstance(stack_packed(packed(128), None, BF16, interleaved=True), W4Stack)
 
 
 def test_both_gemms_of_a_step_share_the_rows_of_a_tile() -> None:

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
-from quire.runtime.layers import level_multiply, skinny_fp8
-from quire.runtime.layers.level_multiply import LevelMultiply, NibbleMultiply
+from quire.runtime.layers import quantized_multiply, skinny_fp8
 from quire.runtime.layers.product import FusedMultiply
+from quire.runtime.layers.quantized_multiply import W4Multiply, W8Multiply
 from quire.runtime.layers.skinny import TritonProduct
 from quire.runtime.layers.skinny_fp8 import ScaledMultiply
 from quire.runtime.quantization.activations import ActivationScheme
@@ -41,14 +41,14 @@ def blocks(scheme: ActivationScheme | None, block: tuple[int, int] = (32, 64)) -
 
 
 CASES: dict[str, tuple[QuantizedWeight, type]] = {
-    "int4": (quantize_int4(rand(OUTPUTS, INPUTS, scale=0.1)), NibbleMultiply),
-    "act-order": (shuffled(), NibbleMultiply),
-    "w8a16": (replace(quantize_int8(rand(OUTPUTS, INPUTS, scale=0.1)), activations=None), LevelMultiply),
+    "int4": (quantize_int4(rand(OUTPUTS, INPUTS, scale=0.1)), W4Multiply),
+    "act-order": (shuffled(), W4Multiply),
+    "w8a16": (replace(quantize_int8(rand(OUTPUTS, INPUTS, scale=0.1)), activations=None), W8Multiply),
     "w8a8": (quantize_int8(rand(OUTPUTS, INPUTS, scale=0.1)), ScaledMultiply),
-    "blocks": (blocks(ActivationScheme("fp8", group=64)), LevelMultiply),
+    "blocks": (blocks(ActivationScheme("fp8", group=64)), W8Multiply),
     "fp8 channels": (blocks(ActivationScheme("fp8"), (1, INPUTS)), ScaledMultiply),
     "fp8 tensor": (blocks(ActivationScheme("fp8"), (OUTPUTS, INPUTS)), ScaledMultiply),
-    "fp8 weights alone": (blocks(None), LevelMultiply),
+    "fp8 weights alone": (blocks(None), W8Multiply),
 }
 
 
@@ -70,8 +70,8 @@ def near(found: torch.Tensor, wanted: torch.Tensor, weight: QuantizedWeight) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_every_way_is_the_plain_formula(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skinny_fp8, "own_rows", lambda *_: 16)
-    monkeypatch.setattr(level_multiply, "EXPANDED_ROWS", 4)
-    monkeypatch.setattr(level_multiply, "_EXPANDED_BYTES", 4 * INPUTS * 64)  # a panel at a time
+    monkeypatch.setattr(quantized_multiply, "EXPANDED_ROWS", 4)
+    monkeypatch.setattr(quantized_multiply, "_EXPANDED_BYTES", 4 * INPUTS * 64)  # a panel at a time
     weight, kind = CASES[name]
     multiply = packed(weight)
     assert isinstance(multiply, kind)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
-from quire.kernels.triton.products_plan import OWN_ROWS
+from quire.kernels.triton.gemm_skinny_plan import OWN_ROWS
 from quire.runtime.layers.skinny import TritonMultiply, TritonProduct
 from tiny_models import DEVICE
 

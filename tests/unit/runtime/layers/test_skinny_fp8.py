@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
-from quire.kernels.reference.products import product as reference_product
-from quire.kernels.triton import products_hopper
+from quire.kernels.reference.gemm import gemm as reference_gemm
+from quire.kernels.triton import gemm_scaled_hopper
 from quire.runtime.layers import skinny_fp8
 from quire.runtime.layers.skinny_fp8 import Float8Product, Rows, ScaledMultiply
 from quire.runtime.quantization.fp8 import ScaledRows, rounded
@@ -109,13 +109,13 @@ def test_more_rows_take_the_kernel_for_hopper_gpus_where_there_is_one(monkeypatc
     """It runs on no other device: here the reference stands in for it."""
     taken: list[int] = []
 
-    def scaled_product(x: torch.Tensor, weight: torch.Tensor, _: object, **given: Any) -> torch.Tensor:
+    def scaled_gemm(x: torch.Tensor, weight: torch.Tensor, _: object, **given: Any) -> torch.Tensor:
         out, dependent = given.pop("out"), given.pop("dependent")
         assert not dependent
         taken.append(len(x))
-        return out.copy_(reference_product(x, weight, **given))
+        return out.copy_(reference_gemm(x, weight, **given))
 
-    monkeypatch.setattr(products_hopper, "scaled_product", scaled_product)
+    monkeypatch.setattr(gemm_scaled_hopper, "scaled_gemm", scaled_gemm)
     monkeypatch.setattr(skinny_fp8, "takes_rows", lambda rows, _: 2 <= rows <= 5)
     library = replace(packed(monkeypatch, torch.float32, biased=True), hopper=False)
     hopper = replace(library, hopper=True)
@@ -141,6 +141,7 @@ def test_more_rows_take_the_kernel_for_hopper_gpus_where_there_is_one(monkeypatc
 def test_without_gluon_its_kernel_is_not_even_imported() -> None:
     """Its language is not in every version of Triton."""
     child = (
-        "import sys, quire.runtime.layers.skinny_fp8; assert 'quire.kernels.triton.products_hopper' not in sys.modules"
+        "import sys, quire.runtime.layers.skinny_fp8; "
+        "assert 'quire.kernels.triton.gemm_scaled_hopper' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", child], check=False, timeout=120).returncode == 0

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from quire.kernels.reference import quantize
-from quire.kernels.reference.products import product
-from quire.kernels.triton.launch import SMALL, has_gluon
-from quire.kernels.triton.products import Workspace
-from quire.kernels.triton.products_hopper import scaled_product
-from quire.kernels.triton.products_hopper_plan import (
+from quire.kernels.reference.gemm import gemm
+from quire.kernels.triton.gemm_scaled_hopper import scaled_gemm
+from quire.kernels.triton.gemm_scaled_hopper_plan import (
     FEWEST_ROWS,
     MOST_FLOAT8_ROWS,
     OUTPUTS,
@@ -20,7 +18,9 @@ from quire.kernels.triton.products_hopper_plan import (
     takes_rows,
     takes_weight,
 )
-from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_skinny_plan import PARTIAL_SUMS, TILE_COUNTERS
+from quire.kernels.triton.launch import SMALL, has_gluon
 from triton_cases import DEVICE, rand
 
 HOPPER = has_gluon(DEVICE)
@@ -58,7 +58,7 @@ def test_tensors_that_are_not_on_a_hopper_gpu_are_refused() -> None:
     weight, scale = torch.zeros(64, 64, dtype=torch.int8), torch.ones(64)
     assert not takes_weight(weight)
     with pytest.raises(ValueError, match="Hopper"):
-        scaled_product(
+        scaled_gemm(
             weight, weight, Workspace.make(weight.device), x_scale=scale, weight_scale=scale, out=torch.zeros(64, 64)
         )  # fmt: skip
 
@@ -87,11 +87,11 @@ def test_a_product_is_that_of_torch(
         "bias": rand(weight_rows, seed=2), "residual": rand(rows, outputs, seed=3),
     }  # fmt: skip
     workspace, out = Workspace.make(DEVICE), torch.full((rows, outputs), float("nan"), device=DEVICE)
-    scaled_product(x, weight, workspace, out=out, **epilogue)
+    scaled_gemm(x, weight, workspace, out=out, **epilogue)
     bound = 1e-5 if dtype == torch.int8 else 1e-2  # float8 is summed in fewer bits
-    torch.testing.assert_close(out, product(x, weight, **epilogue), rtol=bound, atol=bound)
+    torch.testing.assert_close(out, gemm(x, weight, **epilogue), rtol=bound, atol=bound)
     assert not workspace.counters.any()
-    again = scaled_product(x, weight, workspace, **{**epilogue, "out": epilogue["residual"]})
+    again = scaled_gemm(x, weight, workspace, **{**epilogue, "out": epilogue["residual"]})
     assert torch.equal(again, out)
 
 
@@ -104,11 +104,11 @@ def test_splits_are_added_up_and_programs_take_several_tiles(dtype: torch.dtype,
     x, x_scale = _small(rand(rows, inputs), dtype)
     weight, weight_scale = _small(rand(outputs, inputs, seed=1, scale=inputs**-0.5), dtype)
     scales, workspace = {"x_scale": x_scale, "weight_scale": weight_scale}, Workspace.make(DEVICE)
-    wanted = product(x, weight, **scales)
+    wanted = gemm(x, weight, **scales)
     for parts, dependent in ((1, False), (2, True)):
         out = torch.full((rows, outputs), float("nan"), device=DEVICE)
         tiling = HopperTiling(64, 32, splits, 4, parts, tiles)
-        scaled_product(x, weight, workspace, out=out, tiling=tiling, dependent=dependent, **scales)
+        scaled_gemm(x, weight, workspace, out=out, tiling=tiling, dependent=dependent, **scales)
         torch.testing.assert_close(out, wanted, rtol=1e-2, atol=1e-2)
     assert not workspace.counters.any()
 
@@ -121,5 +121,5 @@ def test_a_bad_row_fails_alone(dtype: torch.dtype) -> None:
     weight, weight_scale = _small(rand(128, 256, seed=1), dtype)
     x_scale[7] = float("nan")
     out, scales = torch.empty(100, 128, device=DEVICE), {"x_scale": x_scale, "weight_scale": weight_scale}
-    scaled_product(x, weight, Workspace.make(DEVICE), out=out, **scales)
+    scaled_gemm(x, weight, Workspace.make(DEVICE), out=out, **scales)
     assert out.isnan().any(1).nonzero().flatten().tolist() == [7]

@@ -2,7 +2,7 @@
 
 Weights are packed once, at load: a panel of 64 outputs stores the inputs step by step, so that a program reads memory
 sequentially. Quantized values are converted to floats in registers, exactly; scales are applied to the sums of a step.
-With few tiles, K is split over programs (split-K), as in `products`.
+With few tiles, K is split over programs (split-K), as in `gemm_skinny`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.activation import ACTIVATIONS
+from quire.kernels.triton.gemm_skinny import Workspace, epilogue, join_splits
+from quire.kernels.triton.gemm_skinny_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling
 from quire.kernels.triton.int8 import as_float
 from quire.kernels.triton.launch import (
     FLOAT8,
@@ -26,8 +28,6 @@ from quire.kernels.triton.launch import (
     num_processors,
     power_of_two,
 )
-from quire.kernels.triton.products import Workspace, epilogue, join_splits
-from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling
 
 PANEL = 64  # outputs
 STEPS = (128, 64, 32)  # inputs per step: the first that divides a group
@@ -36,7 +36,7 @@ _MOST_TILE_ROWS = 128
 _MOST_SPLITS, _FEWEST_STEPS = 16, 4
 
 
-class PackedLevels(NamedTuple):
+class PackedW8(NamedTuple):
     """A weight packed for this kernel: value * scale + offset."""
 
     data: Tensor  # [panels, steps, 64, step] int8 or float8
@@ -55,16 +55,16 @@ def step_of(group: int) -> int | None:
     return next((step for step in STEPS if group % step == 0), None)
 
 
-def level_step(group: int) -> int | None:
+def integer_step(group: int) -> int | None:
     """Return the inputs per step of integer weights, which may be in groups as small as a tensor core step."""
     return _LEAST_GROUP if group == _LEAST_GROUP else step_of(group)
 
 
-def pack_levels(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> PackedLevels:
+def pack_w8(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> PackedW8:
     """Pack quantized values [outputs, inputs], int8 or float8, with scales and offsets [outputs, groups]. Raises
     ValueError for unsupported groups."""
     outputs, inputs = levels.shape
-    step = level_step(inputs // scales.shape[1])
+    step = integer_step(inputs // scales.shape[1])
     if step is None:
         raise ValueError("groups must be multiples of 32 inputs, or 16")
     padded = -outputs % PANEL
@@ -73,7 +73,7 @@ def pack_levels(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> Packe
     factors = [None if each is None else torch.nn.functional.pad(each, (0, 0, 0, padded)).t().contiguous()
                for each in (scales, offsets)]  # fmt: skip
     assert factors[0] is not None
-    return PackedLevels(panels.contiguous().view(levels.dtype), factors[0], factors[1], outputs, inputs)
+    return PackedW8(panels.contiguous().view(levels.dtype), factors[0], factors[1], outputs, inputs)
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _step_sums(w_at, x_at, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr, CO
 
 
 @triton.jit(do_not_specialize=["M", "total_steps", "x_scale_stride", "group_steps", "steps"])
-def _level_kernel(
+def _w8_kernel(
     x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, scale_ptr, offset_ptr, partial_ptr, counter_ptr,
     M, N, total_steps, x_stride, out_stride, residual_stride, factor_stride, x_scale_stride, group_steps, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
@@ -141,9 +141,9 @@ def _level_kernel(
         )  # fmt: skip
 
 
-def level_product(
+def gemm_w8(
     x: Tensor,  # [M, K]: a float dtype, or with a float8 weight float8 with x_scale
-    weight: PackedLevels,  # [N, K]; [2 * N, K], gate then up, with an activation
+    weight: PackedW8,  # [N, K]; [2 * N, K], gate then up, with an activation
     workspace: Workspace,
     *,
     bias: Tensor | None = None,  # [weight rows]
@@ -171,10 +171,10 @@ def level_product(
     if rows == 0:
         return out
     steps, gated = inputs // weight.step, activation is not None
-    tiling = tiling or choose_level_tiling(rows, outputs, inputs, gated, x.device)
+    tiling = tiling or choose_w8_tiling(rows, outputs, inputs, gated, x.device)
     tiles = triton.cdiv(outputs, tiling.block_n) * triton.cdiv(rows, tiling.block_m)
     check(tiling.splits == 1 or _fits(tiles, tiling, gated), "the workspace is too small")
-    _level_kernel[(tiles, tiling.splits)](
+    _w8_kernel[(tiles, tiling.splits)](
         x, weight.data, out, bias, residual, x_scale, weight.scales, weight.offsets,
         workspace.partials, workspace.counters, rows, outputs, steps,
         x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0), weight.scales.stride(0),
@@ -189,7 +189,7 @@ def level_product(
 
 
 @lru_cache(maxsize=4096)
-def choose_level_tiling(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> Tiling:
+def choose_w8_tiling(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> Tiling:
     """Choose a tiling with at least two programs per multiprocessor, by split-K if there are few tiles."""
     block_m = min(max(16, power_of_two(rows)), _MOST_TILE_ROWS)
     block_n = 128 if rows > 256 and not gated else 64

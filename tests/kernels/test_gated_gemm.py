@@ -7,17 +7,17 @@ import re
 import pytest
 import torch
 
-from quire.kernels.cuda.gated_product import (
+from quire.kernels.cuda.gated_gemm import (
     Tile,
     choose_tile,
     few_tiles,
-    gated_product,
-    prefers_gated_product,
+    gated_gemm,
+    prefers_gated_gemm,
     takes_weight,
     tiles,
     wgmma_source,
 )
-from quire.kernels.reference.products import product
+from quire.kernels.reference.gemm import gemm
 from quire.kernels.triton.activation import ACTIVATIONS
 from quire.kernels.triton.compiling import compiling_only
 from triton_cases import DEVICE, rand
@@ -76,21 +76,21 @@ def test_the_instruction_names_every_register_once(columns: int) -> None:
 
 def test_weights_that_are_not_on_a_hopper_gpu_are_refused() -> None:
     weight, x = torch.zeros(32, 16, dtype=BF16), torch.zeros(100, 16, dtype=BF16)
-    assert not prefers_gated_product(4096, weight, None)
+    assert not prefers_gated_gemm(4096, weight, None)
     with pytest.raises(ValueError, match="Hopper"):
-        gated_product(x, weight, "silu")
+        gated_gemm(x, weight, "silu")
 
 
 @on_hopper
 def test_which_weights_and_rows_it_takes() -> None:
     weight = rand(2 * 4096, 2048, dtype=BF16)
-    assert prefers_gated_product(96, weight, None)
-    assert not prefers_gated_product(65, weight, None)
-    assert not prefers_gated_product(96, weight, rand(2 * 4096, dtype=BF16))
-    assert not prefers_gated_product(96, weight.float(), None)
-    assert not prefers_gated_product(96, weight[:, :1024], None)  # rows that do not lie side by side
-    assert not prefers_gated_product(96, weight[:1024], None)  # few bytes
-    assert prefers_gated_product(224, weight[:1024], None)
+    assert prefers_gated_gemm(96, weight, None)
+    assert not prefers_gated_gemm(65, weight, None)
+    assert not prefers_gated_gemm(96, weight, rand(2 * 4096, dtype=BF16))
+    assert not prefers_gated_gemm(96, weight.float(), None)
+    assert not prefers_gated_gemm(96, weight[:, :1024], None)  # rows that do not lie side by side
+    assert not prefers_gated_gemm(96, weight[:1024], None)  # few bytes
+    assert prefers_gated_gemm(224, weight[:1024], None)
     assert not takes_weight(weight[: 2 * 4095], None)
 
 
@@ -112,8 +112,8 @@ def _compare(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype, tile: Tile | None, activation: str = "silu"
 ) -> None:
     x, weight = rand(rows, inputs, dtype=dtype), rand(2 * outputs, inputs, dtype=dtype, seed=1, scale=inputs**-0.5)
-    found = gated_product(x, weight, activation, tile=tile)
-    wanted = product(x, weight, activation=activation).double()
+    found = gated_gemm(x, weight, activation, tile=tile)
+    wanted = gemm(x, weight, activation=activation).double()
     assert (found.double() - wanted).norm() <= LARGEST_ERROR[dtype] * wanted.norm()
 
 
@@ -123,8 +123,8 @@ def test_rows_within_other_tensors() -> None:
     wide, weight = rand(130, 512, dtype=BF16), rand(2 * 256, 384, dtype=BF16, scale=0.05)
     wide[:, 384:] = float("nan")
     out = torch.full((132, 320), 7.0, dtype=BF16, device=DEVICE)
-    gated_product(wide[:, :384], weight, "silu", out[1:131, 8:264])
-    wanted = product(wide[:, :384], weight, activation="silu")
+    gated_gemm(wide[:, :384], weight, "silu", out[1:131, 8:264])
+    wanted = gemm(wide[:, :384], weight, activation="silu")
     assert (out[1:131, 8:264].float() - wanted.float()).norm() <= LARGEST_ERROR[BF16] * wanted.float().norm()
     kept = torch.ones_like(out, dtype=torch.bool)
     kept[1:131, 8:264] = False
@@ -135,7 +135,7 @@ def test_rows_within_other_tensors() -> None:
 def test_what_is_no_number_stays_in_its_row() -> None:
     x, weight = rand(260, 256, dtype=BF16), rand(2 * 512, 256, dtype=BF16, seed=1)
     x[7, 3], x[200, 4] = float("nan"), float("inf")
-    found = gated_product(x, weight, "relu")
+    found = gated_gemm(x, weight, "relu")
     assert not bool(found[7].isfinite().any())
     assert not bool(found[200].isfinite().all())
     found[7], found[200] = 0.0, 0.0
@@ -145,13 +145,13 @@ def test_what_is_no_number_stays_in_its_row() -> None:
 @on_hopper
 def test_captured_launches_before_the_kernel_before_has_ended() -> None:
     x, weight = rand(400, 1024, dtype=BF16), rand(2 * 1024, 1024, dtype=BF16, seed=1, scale=1 / 32)
-    wanted = gated_product(gated_product(x, weight, "silu"), weight, "silu")
+    wanted = gated_gemm(gated_gemm(x, weight, "silu"), weight, "silu")
     given, first, second = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(20):
-            gated_product(given, weight, "silu", first, dependent=True)
-            gated_product(first, weight, "silu", second, dependent=True)
+            gated_gemm(given, weight, "silu", first, dependent=True)
+            gated_gemm(first, weight, "silu", second, dependent=True)
     given.copy_(x)
     graph.replay()
     assert torch.equal(second, wanted)
@@ -162,7 +162,7 @@ def test_nothing_is_launched_while_kernels_are_compiled_only() -> None:
     x, weight = rand(100, 64, dtype=BF16), rand(2 * 64, 64, dtype=BF16)
     out = torch.full((100, 64), 7.0, dtype=BF16, device=DEVICE)
     with compiling_only():
-        gated_product(x, weight, "silu", out)
+        gated_gemm(x, weight, "silu", out)
     assert bool((out == 7.0).all())
 
 
@@ -170,9 +170,9 @@ def test_nothing_is_launched_while_kernels_are_compiled_only() -> None:
 def test_tensors_that_do_not_go_together_are_refused() -> None:
     x, weight = rand(100, 64, dtype=BF16), rand(2 * 64, 64, dtype=BF16)
     with pytest.raises(ValueError, match="go together"):
-        gated_product(x[:, :32].contiguous(), weight, "silu")
+        gated_gemm(x[:, :32].contiguous(), weight, "silu")
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        gated_product(rand(100, 68, dtype=BF16)[:, 2:66], weight, "silu")
+        gated_gemm(rand(100, 68, dtype=BF16)[:, 2:66], weight, "silu")
     with pytest.raises(ValueError, match="out is"):
-        gated_product(x, weight, "silu", torch.empty(100, 128, dtype=BF16, device=DEVICE))
-    assert gated_product(x[:0], weight, "silu").shape == (0, 64)
+        gated_gemm(x, weight, "silu", torch.empty(100, 128, dtype=BF16, device=DEVICE))
+    assert gated_gemm(x[:0], weight, "silu").shape == (0, 64)

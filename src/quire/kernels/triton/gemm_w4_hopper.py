@@ -1,6 +1,6 @@
 """Gemm of 9 to 256 rows with a 4-bit weight (W4A16) on Hopper GPUs: a warp-specialized wgmma kernel in Gluon.
 
-See `nibble_products` for the packing. A producer warp copies words, scales and rows to a ring of stages in shared
+See `gemm_w4` for the packing. A producer warp copies words, scales and rows to a ring of stages in shared
 memory by TMA; the weight's copies start before it waits for the previous kernel. Two consumer warpgroups dequantize
 words to bfloat16 in registers, which are the left operand of wgmma: one half of a step is dequantized while the gemm of
 the half before runs. Scales and offsets are folded into the weights.
@@ -22,11 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.kernels.triton.activation import ACTIVATIONS
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_skinny_plan import PARTIAL_SUMS
+from quire.kernels.triton.gemm_w4 import PANEL, STEP, PackedW4
+from quire.kernels.triton.gemm_w4_hopper_steps import TILE, consume, produce
 from quire.kernels.triton.launch import check, check_rows, has_gluon, num_processors, power_of_two
-from quire.kernels.triton.nibble_products import PANEL, STEP, PackedNibbles
-from quire.kernels.triton.nibble_wgmma_steps import TILE, consume, produce
-from quire.kernels.triton.products import Workspace
-from quire.kernels.triton.products_plan import PARTIAL_SUMS
 
 FEWEST_ROWS, MOST_ROWS = 9, 256  # for which it was measured to be the fastest kernel
 _PANELS = 2  # panels of a tile: one per consumer warpgroup
@@ -95,7 +95,7 @@ def _wgmma_kernel(
     )  # fmt: skip
 
 
-def takes_wgmma(x: Tensor, weight: PackedNibbles, activation: str | None) -> bool:
+def takes_wgmma(x: Tensor, weight: PackedW4, activation: str | None) -> bool:
     """Whether this kernel supports x and the weight: 9 to 256 aligned bfloat16 rows and float16 scales on a Hopper
     GPU."""
     return (
@@ -108,9 +108,9 @@ def takes_wgmma(x: Tensor, weight: PackedNibbles, activation: str | None) -> boo
     )
 
 
-def nibble_wgmma(
+def gemm_w4_hopper(
     x: Tensor,  # [M, K], see `takes_wgmma`
-    weight: PackedNibbles,  # [N, K]; [2 * N, K], gate then up, with an activation
+    weight: PackedW4,  # [N, K]; [2 * N, K], gate then up, with an activation
     out: Tensor,  # [M, N]
     workspace: Workspace,
     *,
@@ -145,7 +145,7 @@ def nibble_wgmma(
     return out
 
 
-def _descriptors(weight: PackedNibbles, gated: bool) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+def _descriptors(weight: PackedW4, gated: bool) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
     """Return TMA descriptors of words, scales and offsets, whose boxes hold one step of a tile. A gated tile is a panel
     of the gate and one of the up weights."""
     (count, steps), halves = weight.data.shape[:2], 2 if gated else 1

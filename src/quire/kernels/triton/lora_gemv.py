@@ -20,7 +20,7 @@ _MOST_SPLITS = 16
 RANKS = tl.constexpr(16)  # ranks that are multiplied at a time
 
 
-class FewConfig(NamedTuple):
+class GemvConfig(NamedTuple):
     """Launch parameters of the two kernels."""
 
     inputs: int  # per program of the shrink kernel, a power of two
@@ -29,7 +29,7 @@ class FewConfig(NamedTuple):
     registers: int | None  # register limit per thread; None: chosen by the compiler
 
 
-CONFIG = FewConfig(inputs=1024, outputs=1024, numbers=64, registers=80)
+CONFIG = GemvConfig(inputs=1024, outputs=1024, numbers=64, registers=80)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _add_kernel(out_ptr, change_ptr, out_stride, change_stride, size, BLOCK: tl.
     tl.store(at, (out.to(tl.float32) + change.to(tl.float32)).to(out.dtype), mask=inside)
 
 
-def add_few_tiles(
+def add_gemv_tiles(
     out: Tensor,  # [rows, outputs], updated in place
     x: Tensor,  # [rows, inputs]
     a: Tensor,  # [slots, parts * max rank, inputs]
@@ -174,7 +174,7 @@ def add_few_tiles(
     blocks: Tensor,  # [blocks, 3] int32: part, begin, end of at most `config.outputs` outputs
     *,
     are_aligned: bool,  # all blocks begin and end at multiples of 16
-    config: FewConfig | None = None,
+    config: GemvConfig | None = None,
     dependent: bool = False,
     is_seldom: bool = False,
 ) -> None:
@@ -188,7 +188,7 @@ def add_few_tiles(
     )  # fmt: skip
 
 
-def empty_low(x: Tensor, a: Tensor, order: Tensor, config: FewConfig | None = None) -> Tensor:
+def empty_low(x: Tensor, a: Tensor, order: Tensor, config: GemvConfig | None = None) -> Tensor:
     """Allocate the partial sums of x A^T for `shrink`: [splits, places, parts * max rank]. The number of splits is a
     power of two; splits without inputs get zeros."""
     splits = power_of_two(triton.cdiv(x.shape[1], _split_inputs(x.shape[1], config)))
@@ -197,9 +197,9 @@ def empty_low(x: Tensor, a: Tensor, order: Tensor, config: FewConfig | None = No
 
 def shrink(
     low: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, order: Tensor, tiles: Tensor,
-    *, config: FewConfig | None = None, dependent: bool = False,
+    *, config: GemvConfig | None = None, dependent: bool = False,
 ) -> None:  # fmt: skip
-    """Write x A^T to `low`, see `add_few_tiles`. Parts that a row's adapter does not change are not written."""
+    """Write x A^T to `low`, see `add_gemv_tiles`. Parts that a row's adapter does not change are not written."""
     (slots, _, max_rank), inputs, num_tiles = b.shape, x.shape[1], len(tiles)
     parts = a.shape[1] // max_rank
     check_rows(x, "x")
@@ -221,10 +221,10 @@ def shrink(
 
 def expand(
     out: Tensor, low: Tensor, b: Tensor, ranks: Tensor, order: Tensor, tiles: Tensor, blocks: Tensor,
-    *, are_aligned: bool, slots: Tensor | None = None, config: FewConfig | None = None, dependent: bool = False,
+    *, are_aligned: bool, slots: Tensor | None = None, config: GemvConfig | None = None, dependent: bool = False,
     is_seldom: bool = False,
 ) -> None:  # fmt: skip
-    """Add low B^T to `out`, see `add_few_tiles`. If `slots` [rows] int32 is given (each row's slot, negative: no
+    """Add low B^T to `out`, see `add_gemv_tiles`. If `slots` [rows] int32 is given (each row's slot, negative: no
     adapter), overwrite `out` with low B^T instead: zero in rows without an adapter and in parts that the adapter does
     not change."""
     check_rows(out, "out")
@@ -255,12 +255,12 @@ def add_change(out: Tensor, change: Tensor, *, dependent: bool = False) -> None:
     )  # fmt: skip
 
 
-def _split_inputs(inputs: int, config: FewConfig | None) -> int:
+def _split_inputs(inputs: int, config: GemvConfig | None) -> int:
     """Return the inputs per program of the shrink kernel, a power of two."""
     config = config or CONFIG
     return max(16, min(config.inputs, power_of_two(inputs)), power_of_two(triton.cdiv(inputs, _MOST_SPLITS)))
 
 
-def _warps(block: int, config: FewConfig) -> int:
+def _warps(block: int, config: GemvConfig) -> int:
     """Return the warps for a program that holds A or B for `block` inputs or outputs."""
     return max(1, min(8, block * int(RANKS.value) // (32 * config.numbers)))

@@ -8,7 +8,7 @@ from quire.kernels.clamp import Clamp
 from quire.kernels.reference.activation import gate
 
 
-def product(
+def gemm(
     x: Tensor,  # [M, K]
     weight: Tensor,  # [N, K], or [2 * N, K] with an activation: gate, then up
     *,

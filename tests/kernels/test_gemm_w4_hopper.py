@@ -17,22 +17,22 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from quire.kernels.triton import nibble_wgmma as module
+from quire.kernels.triton import gemm_w4_hopper as module
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_skinny_plan import PARTIAL_SUMS
+from quire.kernels.triton.gemm_w4 import PackedW4, pack_w4, unpack_w4
+from quire.kernels.triton.gemm_w4_hopper import choose_wgmma_plan, gemm_w4_hopper, takes_wgmma
 from quire.kernels.triton.launch import has_gluon
-from quire.kernels.triton.nibble_products import PackedNibbles, pack_nibbles, unpack_nibbles
-from quire.kernels.triton.nibble_wgmma import choose_wgmma_plan, nibble_wgmma, takes_wgmma
-from quire.kernels.triton.products import Workspace
-from quire.kernels.triton.products_plan import PARTIAL_SUMS
 
 TILE, STEP = 128, 128
 
 
-def weight(outputs: int, inputs: int, group: int, *, symmetric: bool, device: str = "cpu") -> PackedNibbles:
+def weight(outputs: int, inputs: int, group: int, *, symmetric: bool, device: str = "cpu") -> PackedW4:
     generator = torch.Generator().manual_seed(outputs + inputs)
     levels = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8)
     scales = (torch.rand(outputs, inputs // group, generator=generator) * 0.05).half()
     offsets = None if symmetric else (torch.randn(scales.shape, generator=generator) * 0.2).half().to(device)
-    return pack_nibbles(levels.to(device), scales.to(device), offsets)
+    return pack_w4(levels.to(device), scales.to(device), offsets)
 
 
 def block(descriptor: Any, place: list[int]) -> torch.Tensor:
@@ -44,7 +44,7 @@ def block(descriptor: Any, place: list[int]) -> torch.Tensor:
     return found
 
 
-def tile_numbers(packed: PackedNibbles, tile: int, *, gated: bool) -> torch.Tensor:
+def tile_numbers(packed: PackedW4, tile: int, *, gated: bool) -> torch.Tensor:
     """A tile's numbers [128, inputs in whole steps], from the blocks that the kernel copies."""
     w_desc, s_desc, o_desc = module._descriptors(packed, gated)
     panel, per_step = tile * (1 if gated else 2), max(STEP // packed.group, 1)
@@ -66,7 +66,7 @@ def tile_numbers(packed: PackedNibbles, tile: int, *, gated: bool) -> torch.Tens
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_blocks_of_a_tile_are_the_weights_of_its_outputs(group: int, symmetric: bool) -> None:
     packed = weight(190, 768, group, symmetric=symmetric)
-    values = unpack_nibbles(packed)
+    values = unpack_w4(packed)
     assert torch.equal(tile_numbers(packed, 0, gated=False), values[:TILE])
     last = tile_numbers(packed, 1, gated=False)
     assert torch.equal(last[: 190 - TILE], values[TILE:])
@@ -75,7 +75,7 @@ def test_blocks_of_a_tile_are_the_weights_of_its_outputs(group: int, symmetric: 
 
 def test_a_gated_tile_is_a_panel_of_both_halves() -> None:
     packed = weight(256, 512, 64, symmetric=False)
-    values = unpack_nibbles(packed)
+    values = unpack_w4(packed)
     for tile in range(2):
         rows = [*range(64 * tile, 64 * tile + 64), *range(128 + 64 * tile, 192 + 64 * tile)]
         assert torch.equal(tile_numbers(packed, tile, gated=True), values[rows])
@@ -170,13 +170,13 @@ def test_products_are_those_of_the_numbers(
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, inputs, generator=generator).bfloat16().to(cuda)
     bias = torch.randn(outputs, generator=generator).bfloat16().to(cuda)
-    wanted = x.float() @ unpack_nibbles(packed).t() + bias.float()
+    wanted = x.float() @ unpack_w4(packed).t() + bias.float()
     if gated:
         wanted = F.silu(wanted[:, : outputs // 2]) * wanted[:, outputs // 2 :]
     space = Workspace.make(cuda)
     residual = torch.randn(wanted.shape, generator=generator).bfloat16().to(cuda)
     found = [
-        nibble_wgmma(
+        gemm_w4_hopper(
             x, packed, residual.clone(), space, bias=bias, residual=residual, activation="silu" if gated else None,
             dependent=True,
         )

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.kernels.triton.gemm_skinny_plan import PARTIAL_SUMS, TILE_COUNTERS
 from quire.kernels.triton.launch import has_gluon, num_processors
-from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS
 
 FEWEST_ROWS, MOST_FLOAT8_ROWS = 65, 256  # in this range no other kernel is faster; int8 has no upper limit
 STEP = 128  # bytes of K per stage: the widest swizzle

@@ -23,10 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.triton.activation import ACTIVATIONS, activate
-from quire.kernels.triton.gluon_versions import barrier
-from quire.kernels.triton.launch import SMALL, check, check_rows
-from quire.kernels.triton.products import Workspace
-from quire.kernels.triton.products_hopper_plan import (
+from quire.kernels.triton.gemm_scaled_hopper_plan import (
     CONSUMERS,
     MULTIPLE,
     OUTPUTS,
@@ -35,6 +32,9 @@ from quire.kernels.triton.products_hopper_plan import (
     choose_hopper_tiling,
     takes_weight,
 )
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gluon_versions import barrier
+from quire.kernels.triton.launch import SMALL, check, check_rows
 
 _LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 
@@ -271,7 +271,7 @@ def _scaled_kernel(
     ], [4, 1], [232, 24])  # fmt: skip
 
 
-def scaled_product(
+def scaled_gemm(
     x: Tensor,  # [M, K] float8 or int8
     weight: Tensor,  # [N, K] of x's dtype; [2 * N, K], gate then up, with an activation
     workspace: Workspace,

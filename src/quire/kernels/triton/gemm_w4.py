@@ -6,7 +6,7 @@ step. Shifting a word and replacing its upper bits converts the values of one qu
 four quarters are four gemms, with rows as they are in memory.
 
 Scales are applied to the sums of a group, or folded into the weights, which are then rounded to the run dtype. With few
-tiles, K is split over programs (split-K), as in `products`.
+tiles, K is split over programs (split-K), as in `gemm_skinny`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.activation import ACTIVATIONS
+from quire.kernels.triton.gemm_skinny import Workspace, epilogue, join_splits
+from quire.kernels.triton.gemm_skinny_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling
+from quire.kernels.triton.gemm_w4_steps import factors_of, numbers_of, scaled_numbers, sum_steps
 from quire.kernels.triton.launch import (
     INTERPRETED,
     await_inputs,
@@ -28,9 +31,6 @@ from quire.kernels.triton.launch import (
     num_processors,
     power_of_two,
 )
-from quire.kernels.triton.nibble_steps import factors_of, numbers_of, scaled_numbers, sum_steps
-from quire.kernels.triton.products import Workspace, epilogue, join_splits
-from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling
 
 PANEL = 64  # outputs
 STEP = 128  # inputs
@@ -41,7 +41,7 @@ _PROGRAMS = {16: 3.5, 32: 3.5, 64: 2.5}  # programs per multiprocessor, by the r
 _FOLDED_ROWS = 32  # with more rows and with offsets, scales are folded into the weights
 
 
-class PackedNibbles(NamedTuple):
+class PackedW4(NamedTuple):
     """A packed weight: (value - 8) * scale + offset."""
 
     data: Tensor  # [panels, steps, 64, 32] int16: bits 4q .. 4q + 3 of word i: input 32q + i of the step
@@ -52,7 +52,7 @@ class PackedNibbles(NamedTuple):
     group: int  # inputs per scale: 32, 64 or whole steps
 
 
-def pack_nibbles(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> PackedNibbles:
+def pack_w4(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> PackedW4:
     """Pack quantized values [outputs, inputs], uint8 below 16, with scales and offsets [outputs, groups] of a multiple
     of 32 inputs each."""
     outputs, inputs = levels.shape
@@ -69,12 +69,12 @@ def pack_nibbles(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> Pack
         missing = -(-steps.shape[1] // fine) - finer.shape[1]
         return torch.nn.functional.pad(finer, (0, missing, 0, padded[3])).t().contiguous()
 
-    return PackedNibbles(
+    return PackedW4(
         data.contiguous(), factors(scales), None if offsets is None else factors(offsets), outputs, inputs, fine
     )
 
 
-def unpack_nibbles(weight: PackedNibbles) -> Tensor:
+def unpack_w4(weight: PackedW4) -> Tensor:
     """Dequantize a packed weight to [outputs, inputs], float32."""
     quarters = torch.stack([weight.data >> 4 * quarter & 15 for quarter in range(4)], dim=3)
     rows = quarters.transpose(1, 2).flatten(0, 1).flatten(1).float() - 8.0
@@ -84,7 +84,7 @@ def unpack_nibbles(weight: PackedNibbles) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["M", "K", "total_steps", "group_steps", "steps"])
-def _nibble_kernel(
+def _w4_kernel(
     x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, scale_ptr, offset_ptr, partial_ptr, counter_ptr,
     M, N, K, total_steps, x_stride, out_stride, residual_stride, factor_stride, group_steps, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PER_STEP: tl.constexpr, GATED: tl.constexpr,
@@ -124,9 +124,9 @@ def _nibble_kernel(
         )  # fmt: skip
 
 
-def nibble_product(
+def gemm_w4(
     x: Tensor,  # [M, K]
-    weight: PackedNibbles,  # [N, K]; [2 * N, K], gate then up, with an activation
+    weight: PackedW4,  # [N, K]; [2 * N, K], gate then up, with an activation
     workspace: Workspace,
     *,
     bias: Tensor | None = None,  # [weight rows]
@@ -151,11 +151,11 @@ def nibble_product(
     if rows == 0:
         return out
     steps, has_offset = weight.data.shape[1], weight.offsets is not None
-    tiling = tiling or choose_nibble_tiling(rows, outputs, steps, gated, x.device)
+    tiling = tiling or choose_w4_tiling(rows, outputs, steps, gated, x.device)
     tiles = triton.cdiv(outputs, tiling.block_n) * triton.cdiv(rows, tiling.block_m)
     check(tiling.splits == 1 or _fits(tiles, tiling, gated), "the workspace is too small")
     folded = has_offset and rows > _FOLDED_ROWS if folded is None else folded
-    _nibble_kernel[(tiles, tiling.splits)](
+    _w4_kernel[(tiles, tiling.splits)](
         x, weight.data, out, bias, residual, weight.scales, weight.offsets, workspace.partials, workspace.counters,
         rows, outputs, inputs, steps, x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0),
         weight.scales.stride(0), max(weight.group // STEP, 1), triton.cdiv(steps, tiling.splits),
@@ -205,7 +205,7 @@ def _expand_kernel(
         tl.store(out_at + 3 * WORDS, n3, mask=here)
 
 
-def expand_nibbles(weight: PackedNibbles, out: Tensor, first: int = 0, *, has_codes: bool = False) -> Tensor:
+def expand_w4(weight: PackedW4, out: Tensor, first: int = 0, *, has_codes: bool = False) -> Tensor:
     """Dequantize the outputs from `first` on, which must begin a panel, to `out` [outputs, inputs], in its dtype.
     `has_codes`: the values are e2m1 codes, not integers."""
     panel, rows = first // PANEL, len(out)
@@ -223,7 +223,7 @@ def expand_nibbles(weight: PackedNibbles, out: Tensor, first: int = 0, *, has_co
 
 
 @lru_cache(maxsize=4096)
-def choose_nibble_tiling(rows: int, outputs: int, steps: int, gated: bool, device: torch.device) -> Tiling:
+def choose_w4_tiling(rows: int, outputs: int, steps: int, gated: bool, device: torch.device) -> Tiling:
     """Choose a tiling with a few programs per multiprocessor, by split-K if there are few tiles."""
     block_m, block_n = min(max(16, power_of_two(rows)), _MOST_TILE_ROWS), 64
     tiles = -(-outputs // block_n) * -(-rows // block_m)

@@ -1,6 +1,6 @@
 """Grouped gemm of experts with 4-bit weights: integers with group scales, or e2m1 codes (MXFP4).
 
-Pairs are placed by `grouped.route`, and weights are packed as in `nibble_products`, one expert after the other, so
+Pairs are placed by `grouped.route`, and weights are packed as in `gemm_w4`, one expert after the other, so
 decode steps read a quarter of the bytes of 16-bit weights. For steps with many pairs per expert, the weights of some
 experts at a time are dequantized first.
 """
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from quire.kernels.clamp import Clamp
 from quire.kernels.triton.activation import ACTIVATIONS
+from quire.kernels.triton.gemm_w4 import PANEL, STEP, PackedW4, expand_w4
+from quire.kernels.triton.gemm_w4_steps import sum_steps
 from quire.kernels.triton.grouped import (
     GroupedTiling,
     Routing,
     Stack,
     choose_grouped_tilings,
-    grouped_product,
+    grouped_gemm,
     store_pairs,
 )
 from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows, num_processors, power_of_two
-from quire.kernels.triton.nibble_products import PANEL, STEP, PackedNibbles, expand_nibbles
-from quire.kernels.triton.nibble_steps import sum_steps
 
 _MOST_ROWS = 64  # rows of a tile; larger tiles use dequantized weights
 _EXPANDED_PAIRS = 384  # pairs per expert above which weights are dequantized
@@ -36,10 +36,10 @@ _FEWEST_PROGRAMS = 2  # programs per multiprocessor from which tiles of two pane
 _EXPANDED_BYTES = 256 << 20  # bytes of dequantized weights at a time
 
 
-class NibbleStack(NamedTuple):
+class W4Stack(NamedTuple):
     """One 4-bit weight matrix per expert: (value - 8) * scale + offset, or the e2m1 value of a code times the scale."""
 
-    data: Tensor  # [experts, panels, steps, 64, 32] int16, see PackedNibbles
+    data: Tensor  # [experts, panels, steps, 64, 32] int16, see PackedW4
     scales: Tensor  # [experts, groups, outputs padded to whole panels]
     offsets: Tensor | None  # likewise
     outputs: int
@@ -49,7 +49,7 @@ class NibbleStack(NamedTuple):
     bias: Tensor | None = None  # [experts, outputs]
 
     @classmethod
-    def of(cls, experts: Sequence[PackedNibbles], bias: Tensor | None, *, has_codes: bool) -> NibbleStack:
+    def of(cls, experts: Sequence[PackedW4], bias: Tensor | None, *, has_codes: bool) -> W4Stack:
         """Stack the packed weights of all experts, which must be alike."""
         first = experts[0]
         offsets = None
@@ -60,10 +60,10 @@ class NibbleStack(NamedTuple):
             first.outputs, first.inputs, first.group, has_codes, bias,
         )  # fmt: skip
 
-    def experts(self) -> Iterator[PackedNibbles]:
+    def experts(self) -> Iterator[PackedW4]:
         for number, data in enumerate(self.data):
             offsets = None if self.offsets is None else self.offsets[number]
-            yield PackedNibbles(data, self.scales[number], offsets, self.outputs, self.inputs, self.group)
+            yield PackedW4(data, self.scales[number], offsets, self.outputs, self.inputs, self.group)
 
 
 class _Tile(NamedTuple):
@@ -74,9 +74,7 @@ class _Tile(NamedTuple):
     folded: bool  # scales and offsets are applied to the weights, which are then rounded to the activations' dtype
 
 
-def choose_nibble_tilings(
-    pairs: int, num: int, x_bytes: int, device: torch.device
-) -> tuple[GroupedTiling, GroupedTiling]:
+def choose_w4_tilings(pairs: int, num: int, x_bytes: int, device: torch.device) -> tuple[GroupedTiling, GroupedTiling]:
     """Choose the tilings of gate-up and of down. With many pairs, the weights are dequantized and the tilings are those
     of 16-bit weights. Else tiles hold 1.25 times an expert's average share: weights are dequantized for each tile
     again, but the empty rows of a tile cost as much as others."""
@@ -88,7 +86,7 @@ def choose_nibble_tilings(
     return first._replace(block_m=block_m), second._replace(block_m=block_m)
 
 
-def _choose_tile(stack: NibbleStack, block_m: int, dtype: torch.dtype, wide_programs: float) -> _Tile:
+def _choose_tile(stack: W4Stack, block_m: int, dtype: torch.dtype, wide_programs: float) -> _Tile:
     """Choose launch parameters, tuned on an H200. Without folding, the sums of each group are scaled separately, which
     is more work than scaling the weights if a step has several groups, or if offsets need sums of inputs.
 
@@ -103,7 +101,7 @@ def _choose_tile(stack: NibbleStack, block_m: int, dtype: torch.dtype, wide_prog
 
 
 @triton.jit(do_not_specialize=["tiles", "num_x", "K", "total_steps", "group_steps"])
-def _grouped_nibble_kernel(
+def _grouped_w4_kernel(
     x_ptr, w_ptr, scale_ptr, offset_ptr, bias_ptr, out_ptr, places_ptr, tile_experts_ptr, tiles, num_x, N, K,
     total_steps, x_stride, w_stride, factor_stride, factors_stride, out_stride, group_steps, limit, alpha, shift,
     USED: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_STEP: tl.constexpr,
@@ -146,9 +144,9 @@ def _grouped_nibble_kernel(
         )  # fmt: skip
 
 
-def grouped_nibble_product(
+def grouped_gemm_w4(
     x: Tensor,  # [tokens, inputs], or [pairs, inputs] with num_used = 1
-    stack: NibbleStack,
+    stack: W4Stack,
     routing: Routing,
     tiling: GroupedTiling,  # the tiling that pairs were placed with; small tiles use only its block_m and `together`
     *,
@@ -165,7 +163,7 @@ def grouped_nibble_product(
     scaled after the gemm there.
     """
     if tiling.block_m > _MOST_ROWS:
-        return _expanded_product(
+        return _expanded_gemm(
             x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
         )
     inputs, gated, pairs = stack.inputs, activation is not None, routing.chosen.numel()
@@ -182,7 +180,7 @@ def grouped_nibble_product(
     tiles, steps, has_offset = len(routing.tile_experts), stack.data.shape[2], stack.offsets is not None
     wide = tiles * triton.cdiv(outputs, 2 * PANEL) / num_processors(x.device)
     tile = _choose_tile(stack, tiling.block_m, x.dtype, wide)
-    _grouped_nibble_kernel[(tiles * triton.cdiv(outputs, tile.outputs),)](
+    _grouped_w4_kernel[(tiles * triton.cdiv(outputs, tile.outputs),)](
         x, stack.data, stack.scales, stack.offsets, stack.bias, out, routing.places, routing.tile_experts, tiles,
         len(x), outputs, inputs, steps, x.stride(0), stack.data.stride(0), stack.scales.stride(1),
         stack.scales.stride(0), outputs, max(stack.group // STEP, 1), limit, alpha, shift,
@@ -196,19 +194,19 @@ def grouped_nibble_product(
     return out
 
 
-def _expanded_product(
-    x: Tensor, stack: NibbleStack, routing: Routing, tiling: GroupedTiling, *, num_used: int,
+def _expanded_gemm(
+    x: Tensor, stack: W4Stack, routing: Routing, tiling: GroupedTiling, *, num_used: int,
     activation: str | None, clamp: Clamp | None, dependent: bool,
 ) -> Tensor:  # fmt: skip
     experts = list(stack.experts())
-    return expanded_product(
-        x, lambda number, out: expand_nibbles(experts[number], out, has_codes=stack.has_codes),
+    return expanded_gemm(
+        x, lambda number, out: expand_w4(experts[number], out, has_codes=stack.has_codes),
         (len(stack.data), stack.outputs, stack.inputs), stack.bias, routing, tiling, num_used=num_used,
         activation=activation, clamp=clamp, dependent=dependent,
     )  # fmt: skip
 
 
-def expanded_product(
+def expanded_gemm(
     x: Tensor, expand: Callable[[int, Tensor], Tensor], shape: tuple[int, int, int], bias: Tensor | None,
     routing: Routing, tiling: GroupedTiling, *, num_used: int, activation: str | None, clamp: Clamp | None,
     dependent: bool,
@@ -225,7 +223,7 @@ def expanded_product(
         for place in range(here):
             expand(first + place, numbers[place])
         own = None if bias is None else bias[first : first + here]
-        grouped_product(
+        grouped_gemm(
             x, Stack(numbers[:here], None, own), routing, tiling, num_used=num_used, activation=activation,
             clamp=clamp, first=first, out=out, dependent=dependent,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-// Gated gemm, activation(gate) * up, of many rows on Hopper GPUs: warp-specialized wgmma (see gated_product.py, which
+// Gated gemm, activation(gate) * up, of many rows on Hopper GPUs: warp-specialized wgmma (see gated_gemm.py, which
 // prepends hopper.cuh, the constants of a tile, and `multiply`, a wgmma of 64 rows by SLICE columns).
 //
 // A tile is ROWS rows by WIDTH rows of the weight: eight of gate, eight of up, and so on, so that a thread has both
@@ -19,8 +19,8 @@ constexpr int MULTIPLYING_REGISTERS = GROUPS == 3 ? 160 : 232;
 
 struct alignas(64) TensorMap { u64 words[16]; };
 
-// The arguments of a launch, written by gated_product.py.
-struct Product {
+// The arguments of a launch, written by gated_gemm.py.
+struct Gemm {
     u64 out;
     int rows, outputs, out_stride;
     int steps;             // of K
@@ -59,7 +59,7 @@ __device__ __forceinline__ void meet_cluster() {
 // The tile of a block: `together` row tiles with one pair of weight tiles, then with the next, for L2 reuse.
 struct Tile { int row, eight; };
 
-__device__ __forceinline__ Tile tile_of(int pair, const Product& p) {
+__device__ __forceinline__ Tile tile_of(int pair, const Gemm& p) {
     const int runs = p.pairs / p.row_tiles, band = pair / (runs * p.together), first = band * p.together;
     const int rest = pair - band * runs * p.together, height = min(p.together, p.row_tiles - first);
     return {(first + rest % height) * ROWS, (rest / height * CLUSTER + (int)blockIdx.x % CLUSTER) * EIGHTS};
@@ -82,7 +82,7 @@ __device__ __forceinline__ u32 outputs_of(const float (&sums)[SUMS], int eight, 
 }
 
 // Store the outputs of 64 rows: this thread has those of `row` and of `row + 8`.
-__device__ __forceinline__ void write_outputs(const float (&sums)[SUMS], int row, int first, const Product& p) {
+__device__ __forceinline__ void write_outputs(const float (&sums)[SUMS], int row, int first, const Gemm& p) {
     const int q = threadIdx.x % 4;
     for (int half = 0; half < 2; half++) {
         const int at = row + 8 * half;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void write_outputs(const float (&sums)[SUMS], int row
 
 // The code of the producer thread. Weights are loaded before the previous kernel has ended, since no kernel writes
 // them.
-__device__ __forceinline__ void load(const TensorMap* x, const TensorMap* weight, const Product& p, u32 ring, u32 full, u32 empty) {
+__device__ __forceinline__ void load(const TensorMap* x, const TensorMap* weight, const Gemm& p, u32 ring, u32 full, u32 empty) {
     const int half = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
     int ahead = 0, stage = 0;
     for (const Tile tile = tile_of(blockIdx.x / CLUSTER, p); ahead < min(STAGES, p.steps); ahead++) {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void release(u32 barrier) {
 }
 
 // The code of a consumer warpgroup: its rows of all tiles of this block.
-__device__ __forceinline__ void multiply_tiles(const Product& p, u32 ring, u32 full, u32 empty) {
+__device__ __forceinline__ void multiply_tiles(const Gemm& p, u32 ring, u32 full, u32 empty) {
     const int clusters = gridDim.x / CLUSTER, group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;
     const int own_row = group * HEIGHT * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     int stage = 0;
@@ -175,8 +175,8 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, u32 ring, u32 f
 
 // The kernel: warpgroup 0 has the producer thread, the others are consumers. Clusters are persistent over pairs of
 // tiles.
-extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(CLUSTER, 1, 1) gated_product(
-    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const __grid_constant__ Product p) {
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(CLUSTER, 1, 1) gated_gemm(
+    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const __grid_constant__ Gemm p) {
     extern __shared__ char memory[];
     __shared__ alignas(8) u64 barriers[2 * STAGES];
     const u32 full = shared_address(barriers), empty = full + 8 * STAGES, ring = (shared_address(memory) + 1023) & ~1023u;

@@ -1,4 +1,4 @@
-"""Device code of `nibble_wgmma`: the producer warp, the consumer warpgroups, and the reduction of partial sums."""
+"""Device code of `gemm_w4_hopper`: the producer warp, the consumer warpgroups, and the reduction of partial sums."""
 
 from __future__ import annotations
 

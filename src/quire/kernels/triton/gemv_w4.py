@@ -1,4 +1,4 @@
-"""Gemv of up to eight rows with a 4-bit weight (W4A16, group scales), by mma.sync. See `nibble_products` for the
+"""Gemv of up to eight rows with a 4-bit weight (W4A16, group scales), by mma.sync. See `gemm_w4` for the
 packing.
 
 The words of a panel are the left operand of the tensor cores as packed: per step, lane 4g + t of a warp loads 16 bytes
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import ACTIVATIONS
+from quire.kernels.triton.gemm_skinny import epilogue
+from quire.kernels.triton.gemm_w4 import STEP, PackedW4
+from quire.kernels.triton.gemv_w4_fragments import add_inputs, add_quarter, times
 from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows, power_of_two
-from quire.kernels.triton.nibble_fragments import add_inputs, add_quarter, times
-from quire.kernels.triton.nibble_products import STEP, PackedNibbles
-from quire.kernels.triton.products import epilogue
 
 FEW_ROWS = 8
 TILE = 16  # outputs
@@ -34,7 +34,7 @@ _ALIGNED = 16  # bytes of a vectorized load
 _MANY_STEPS = 64
 
 
-class FewTiling(NamedTuple):
+class GemvTiling(NamedTuple):
     """Launch parameters of this kernel."""
 
     steps: int  # that a program loads at once: a power of two, a multiple of the warps
@@ -126,7 +126,7 @@ def _tile_sums(acc, S: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "K", "total_steps"])
-def _few_kernel(
+def _gemv_kernel(
     x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, scale_ptr, offset_ptr, norm_ptr, M, N, K, total_steps, x_stride,
     factor_stride, out_stride, residual_stride, eps,
     S: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, GROUP_STEPS: tl.constexpr,
@@ -182,7 +182,7 @@ def _few_kernel(
     )  # fmt: skip
 
 
-def takes_few(x: Tensor, weight: PackedNibbles, activation: str | None) -> bool:
+def takes_gemv(x: Tensor, weight: PackedW4, activation: str | None) -> bool:
     """Whether this kernel supports x: up to eight aligned rows in half precision, and gate and up in whole tiles."""
     return (
         x.shape[0] <= FEW_ROWS
@@ -192,23 +192,23 @@ def takes_few(x: Tensor, weight: PackedNibbles, activation: str | None) -> bool:
     )
 
 
-def nibble_few(
-    x: Tensor,  # [M, K], see `takes_few`
-    weight: PackedNibbles,  # [N, K]; [2 * N, K], gate then up, with an activation
+def gemv_w4(
+    x: Tensor,  # [M, K], see `takes_gemv`
+    weight: PackedW4,  # [N, K]; [2 * N, K], gate then up, with an activation
     out: Tensor,  # [M, N]
     *,
     bias: Tensor | None = None,  # [weight rows]
     residual: Tensor | None = None,  # [M, N]: added to the result; may be `out`
     activation: str | None = None,  # of activation.ACTIVATIONS: the result is activation(gate) * up
     norm: Norm | None = None,  # fused RMS norm, for one row, with a weight of its dtype
-    tiling: FewTiling | None = None,
+    tiling: GemvTiling | None = None,
     dependent: bool = False,
 ) -> Tensor:
     """Return x @ weight.T with its epilogue, accumulated and finished in float32, rounded once. With a norm, inputs
     times its weight are rounded to x's dtype first."""
     rows, inputs = x.shape
     check_rows(x, "x")
-    check(takes_few(x, weight, activation) and inputs == weight.inputs, "x is a few aligned rows in half precision")
+    check(takes_gemv(x, weight, activation) and inputs == weight.inputs, "x is a few aligned rows in half precision")
     check(norm is None or (rows == 1 and norm.weight.dtype == x.dtype), "a norm is of one row, with its dtype")
     check(norm is None or norm.weight.data_ptr() % _ALIGNED == 0, "the norm's weight is aligned")
     gated, steps = activation is not None, weight.data.shape[1]
@@ -216,8 +216,8 @@ def nibble_few(
     check(out.shape == (rows, outputs) and out.stride(1) == 1, "out is [M, N]")
     if rows == 0:
         return out
-    tiling = tiling or choose_few_tiling(steps, gated)
-    _few_kernel[(triton.cdiv(outputs, TILE),)](
+    tiling = tiling or choose_gemv_tiling(steps, gated)
+    _gemv_kernel[(triton.cdiv(outputs, TILE),)](
         x.view(torch.int32), weight.data.view(torch.int32), out, bias, residual, weight.scales, weight.offsets,
         None if norm is None else norm.weight.view(torch.int32), rows, outputs, inputs, steps, x.stride(0) // 2,
         weight.scales.stride(0), out.stride(0), 0 if residual is None else residual.stride(0),
@@ -232,8 +232,8 @@ def nibble_few(
     return out
 
 
-def choose_few_tiling(steps: int, gated: bool) -> FewTiling:
+def choose_gemv_tiling(steps: int, gated: bool) -> GemvTiling:
     """Choose launch parameters, tuned on an H200: small programs if there are many of them, large ones if K is long."""
     warps, each = (2, 1) if gated else (8, 2) if steps > _MANY_STEPS else (4, 2)
     warps = min(warps, power_of_two(steps))
-    return FewTiling(min(warps * each, power_of_two(steps)), warps)
+    return GemvTiling(min(warps * each, power_of_two(steps)), warps)

@@ -7,10 +7,9 @@ import torch
 
 from quire.kernels.norm import Norm
 from quire.kernels.reference import quantize
-from quire.kernels.reference.products import product
-from quire.kernels.triton.int8 import rescale
-from quire.kernels.triton.products import Workspace, skinny_product
-from quire.kernels.triton.products_plan import (
+from quire.kernels.reference.gemm import gemm
+from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
+from quire.kernels.triton.gemm_skinny_plan import (
     FLOAT8_OWN_ROWS,
     MOST_ROWS,
     OWN_ROWS,
@@ -21,6 +20,7 @@ from quire.kernels.triton.products_plan import (
     own_rows,
     rows_held,
 )  # fmt: skip
+from quire.kernels.triton.int8 import rescale
 from triton_cases import DEVICE, DTYPES, TOLERANCE, rand
 
 TILINGS = {
@@ -46,11 +46,11 @@ def _workspace() -> Workspace:
 def test_a_product_is_that_of_torch(tiling: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     x, weight = rand(rows, inputs, dtype=dtype), rand(outputs, inputs, dtype=dtype, seed=1, scale=inputs**-0.5)
     workspace = _workspace()
-    found = skinny_product(x, weight, workspace, tiling=TILINGS[tiling])
+    found = skinny_gemm(x, weight, workspace, tiling=TILINGS[tiling])
     near = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    torch.testing.assert_close(found.float(), product(x, weight), **near)
+    torch.testing.assert_close(found.float(), gemm(x, weight), **near)
     assert not workspace.counters.any()
-    assert torch.equal(skinny_product(x, weight, workspace, tiling=TILINGS[tiling]), found)
+    assert torch.equal(skinny_gemm(x, weight, workspace, tiling=TILINGS[tiling]), found)
 
 
 @pytest.mark.parametrize(("tiling", "rows"), [("vector", 1), ("whole", 2), ("split", 2), ("wide and split", 130)])
@@ -61,10 +61,10 @@ def test_bias_gate_and_residual_are_part_of_the_product(tiling: str, rows: int, 
     x, weight, bias = rand(rows, 96), rand(weight_rows, 96, seed=1, scale=0.1), rand(weight_rows, seed=2)
     residual = rand(rows, outputs, seed=3)
     epilogue = {"bias": bias, "residual": residual, "activation": activation}
-    found = skinny_product(x, weight, _workspace(), tiling=TILINGS[tiling], **epilogue)
-    wanted = product(x, weight, **epilogue)
+    found = skinny_gemm(x, weight, _workspace(), tiling=TILINGS[tiling], **epilogue)
+    wanted = gemm(x, weight, **epilogue)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    skinny_product(x, weight, _workspace(), tiling=TILINGS[tiling], out=residual, **epilogue)
+    skinny_gemm(x, weight, _workspace(), tiling=TILINGS[tiling], out=residual, **epilogue)
     torch.testing.assert_close(residual, found, rtol=0, atol=0)
 
 
@@ -81,8 +81,8 @@ def test_float8_weights_are_multiplied_with_their_scales(
         x, x_scale = quantize.quantize_rows(x)
     scales = {"x_scale": x_scale, "weight_scale": weight_scale, "activation": activation}
     out = torch.empty(rows, 64 if activation is None else 32, device=DEVICE)
-    skinny_product(x, weight, _workspace(), tiling=TILINGS[tiling], out=out, **scales)
-    torch.testing.assert_close(out, product(x, weight, **scales), rtol=1e-3, atol=1e-3)
+    skinny_gemm(x, weight, _workspace(), tiling=TILINGS[tiling], out=out, **scales)
+    torch.testing.assert_close(out, gemm(x, weight, **scales), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [65, 100, 128, 200])
@@ -95,32 +95,32 @@ def test_many_float8_rows_take_scales_gate_and_residual_along(rows: int, activat
         "x_scale": x_scale, "weight_scale": weight_scale, "activation": activation,
         "bias": rand(96, seed=2), "residual": rand(rows, outputs, seed=3),
     }  # fmt: skip
-    found = skinny_product(x, weight, _workspace(), **epilogue)
-    torch.testing.assert_close(found, product(x, weight, **epilogue), rtol=2e-3, atol=2e-3)
+    found = skinny_gemm(x, weight, _workspace(), **epilogue)
+    torch.testing.assert_close(found, gemm(x, weight, **epilogue), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_one_row_is_normed_on_the_way(activation: str | None) -> None:
     x, weight, norm_weight = rand(1, 100, scale=4.0), rand(40, 100, seed=1, scale=0.1), rand(100, seed=2)
-    found = skinny_product(x, weight, _workspace(), activation=activation, norm=Norm(norm_weight, 1e-5))
-    wanted = product(x, weight, activation=activation, norm=(norm_weight, 1e-5))
+    found = skinny_gemm(x, weight, _workspace(), activation=activation, norm=Norm(norm_weight, 1e-5))
+    wanted = gemm(x, weight, activation=activation, norm=(norm_weight, 1e-5))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_norm_over_several_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="one row only"):
-        skinny_product(rand(2, 64), rand(64, 64), _workspace(), norm=Norm(rand(64), 1e-5))
+        skinny_gemm(rand(2, 64), rand(64, 64), _workspace(), norm=Norm(rand(64), 1e-5))
 
 
 def test_too_many_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
-        skinny_product(rand(MOST_ROWS + 1, 64), rand(64, 64), _workspace())
+        skinny_gemm(rand(MOST_ROWS + 1, 64), rand(64, 64), _workspace())
 
 
 def test_a_workspace_that_is_too_small_is_refused() -> None:
     small = Workspace.make(DEVICE, numbers=16, tiles=16)
     with pytest.raises(ValueError, match="too small"):
-        skinny_product(rand(2, 96), rand(32, 96), small, tiling=TILINGS["split"])
+        skinny_gemm(rand(2, 96), rand(32, 96), small, tiling=TILINGS["split"])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 65, 192, 256])
@@ -140,7 +140,7 @@ def test_every_shape_gets_a_tiling_whose_splits_all_have_work(
 
 def test_the_default_tiling_multiplies_too() -> None:
     x, weight = rand(20, 300), rand(130, 300, seed=1, scale=0.1)
-    torch.testing.assert_close(skinny_product(x, weight, _workspace()), product(x, weight), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(skinny_gemm(x, weight, _workspace()), gemm(x, weight), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [*OWN_ROWS, *FLOAT8_OWN_ROWS, (576, 576), (49152, 576)])

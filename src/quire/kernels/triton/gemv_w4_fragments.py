@@ -1,4 +1,4 @@
-"""The mma.sync instruction on words of 4-bit weights as threads hold them, for `nibble_few`, and the same in plain
+"""The mma.sync instruction on words of 4-bit weights as threads hold them, for `gemv_w4`, and the same in plain
 operations for Triton's interpreter."""
 
 from __future__ import annotations

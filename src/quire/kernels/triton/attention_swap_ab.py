@@ -20,7 +20,7 @@ _PYTHON = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def attend_turned(
+def attend_swap_ab(
     query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     DIM: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,

@@ -1,5 +1,5 @@
 """The main loop of gemms with 4-bit weights in panels: dequantize words, multiply by inputs and apply scales. See
-`nibble_products` for the packing."""
+`gemm_w4` for the packing."""
 
 from __future__ import annotations
 

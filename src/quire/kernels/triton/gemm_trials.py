@@ -10,16 +10,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda.gated_product import gated_product, prefers_gated_product
+from quire.kernels.cuda.gated_gemm import gated_gemm, prefers_gated_gemm
 from quire.kernels.library import FLOAT8_MULTIPLE, multiply_float8
 from quire.kernels.norm import Norm
-from quire.kernels.reference.products import product
+from quire.kernels.reference.gemm import gemm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.gauge import num_copies
+from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
+from quire.kernels.triton.gemm_skinny_plan import Shape, Tiling, choose_tiling, fits_workspace, rows_held
 from quire.kernels.triton.launch import num_processors
 from quire.kernels.triton.norm import rms_norm
-from quire.kernels.triton.products import Workspace, skinny_product
-from quire.kernels.triton.products_plan import Shape, Tiling, choose_tiling, fits_workspace, rows_held
 from quire.kernels.triton.quantize import quantize_rows
 
 Kind = Literal["bf16", "w8", "w8a8"]  # all two bytes; float8 weights; float8 activations too
@@ -94,7 +94,7 @@ class Operands:
         self, layer: Layer, index: int, workspace: Workspace, tiling: Tiling | None = None, dependent: bool = False
     ) -> None:
         weight, weight_scale = self.weights[index]
-        skinny_product(
+        skinny_gemm(
             self.x, weight, workspace, residual=self.residual, x_scale=self.x_scale, weight_scale=weight_scale,
             activation=layer.activation, norm=self.norm, out=self.out, tiling=tiling, dependent=dependent,
         )  # fmt: skip
@@ -118,7 +118,7 @@ class Operands:
         self.out.fill_(float("nan"))
         self.call(layer, 0, workspace, tiling)
         weight, weight_scale = self.weights[0]
-        wanted = product(
+        wanted = gemm(
             self.x, weight, residual=self.residual, x_scale=self.x_scale, weight_scale=weight_scale,
             activation=layer.activation, norm=self.norm and (self.norm.weight, self.norm.eps),
         ).double()  # fmt: skip
@@ -130,16 +130,16 @@ class Operands:
         if self.x_scale is not None and weight_scale is not None:
             self._finish_float8(layer, multiply_float8(self.x, self.x_scale, weight, weight_scale))
             return
-        turned = weight.t()
+        transposed = weight.t()
         x = self.x if self.norm is None else rms_norm(self.x, *self.norm)
-        if layer.activation is not None and prefers_gated_product(len(x), weight, None):
-            gated_product(x, weight, layer.activation, self.out)
+        if layer.activation is not None and prefers_gated_gemm(len(x), weight, None):
+            gated_gemm(x, weight, layer.activation, self.out)
         elif layer.activation is not None:
-            gate(torch.mm(x, turned), layer.activation, self.out)
+            gate(torch.mm(x, transposed), layer.activation, self.out)
         elif self.residual is not None:
-            self.residual.addmm_(x, turned)
+            self.residual.addmm_(x, transposed)
         else:
-            torch.mm(x, turned, out=self.out)
+            torch.mm(x, transposed, out=self.out)
 
     def _finish_float8(self, layer: Layer, made: Tensor) -> None:
         """Apply the gate or residual that follows cuBLAS's float8 gemm; `made` is its result."""

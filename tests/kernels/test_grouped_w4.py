@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.clamp import Clamp
-from quire.kernels.triton import grouped_nibbles
-from quire.kernels.triton.grouped import GroupedTiling, Stack, grouped_product, route
-from quire.kernels.triton.grouped_nibbles import NibbleStack, choose_nibble_tilings, grouped_nibble_product
-from quire.kernels.triton.nibble_products import pack_nibbles
+from quire.kernels.triton import grouped_w4
+from quire.kernels.triton.gemm_w4 import pack_w4
+from quire.kernels.triton.grouped import GroupedTiling, Stack, grouped_gemm, route
+from quire.kernels.triton.grouped_w4 import W4Stack, choose_w4_tilings, grouped_gemm_w4
 from quire.runtime.quantization.mxfp4 import LEVELS
 from triton_cases import DEVICE, ON_GPU, rand
 
@@ -18,7 +18,7 @@ TILING = GroupedTiling(16, 64, 32, 4, 2)
 NUM, USED = 5, 2
 
 
-def make_stack(outputs: int, inputs: int, group: int, kind: str) -> tuple[NibbleStack, Stack]:
+def make_stack(outputs: int, inputs: int, group: int, kind: str) -> tuple[W4Stack, Stack]:
     """Random levels or codes as they are stored, and as numbers."""
     generator = torch.Generator().manual_seed(outputs)
     levels = torch.randint(0, 16, (NUM, outputs, inputs), generator=generator).to(torch.uint8)
@@ -35,18 +35,18 @@ def make_stack(outputs: int, inputs: int, group: int, kind: str) -> tuple[Nibble
         values += offsets.float().repeat_interleave(group, 2)
     bias = rand(NUM, outputs, seed=7)
     parts = (levels, scales, offsets)
-    packed = [pack_nibbles(*(part if part is None else part[each].to(DEVICE) for part in parts)) for each in range(NUM)]
-    return NibbleStack.of(packed, bias, has_codes=kind == "codes"), Stack(values.to(DEVICE), None, bias)
+    packed = [pack_w4(*(part if part is None else part[each].to(DEVICE) for part in parts)) for each in range(NUM)]
+    return W4Stack.of(packed, bias, has_codes=kind == "codes"), Stack(values.to(DEVICE), None, bias)
 
 
 def products(
-    x: Tensor, stacks: tuple[NibbleStack, Stack], tiling: GroupedTiling = TILING, **options: object
+    x: Tensor, stacks: tuple[W4Stack, Stack], tiling: GroupedTiling = TILING, **options: object
 ) -> tuple[Tensor, Tensor]:
     used = int(options["num_used"])  # type: ignore[call-overload]
     tokens = len(x) if used > 1 else len(x) // USED
     routing = route(rand(tokens, NUM, seed=5), USED, tiling, is_normalized=True)
-    found = grouped_nibble_product(x, stacks[0], routing, tiling, **options)  # type: ignore[arg-type]
-    return found, grouped_product(x, stacks[1], routing, tiling, **options)  # type: ignore[arg-type]
+    found = grouped_gemm_w4(x, stacks[0], routing, tiling, **options)  # type: ignore[arg-type]
+    return found, grouped_gemm(x, stacks[1], routing, tiling, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_rows_of_16_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Tiles of all widths, of weights whose factors are folded into the numbers and of others."""
-    monkeypatch.setattr(grouped_nibbles, "_FEWEST_PROGRAMS", fewest)
+    monkeypatch.setattr(grouped_w4, "_FEWEST_PROGRAMS", fewest)
     stored, values = make_stack(280, inputs, group, kind)
     dtype = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter multiplies no bfloat16 numbers
     numbers = values.numbers.to(dtype)
@@ -84,7 +84,7 @@ def test_rows_of_16_bits(
 
 
 def test_tiles_hold_an_experts_share_and_weights_are_expanded_for_many_pairs() -> None:
-    sizes = [choose_nibble_tilings(pairs * 32, 32, 2, DEVICE)[0].block_m for pairs in (1, 12, 24, 64, 384, 385)]
+    sizes = [choose_w4_tilings(pairs * 32, 32, 2, DEVICE)[0].block_m for pairs in (1, 12, 24, 64, 384, 385)]
     assert sizes == [16, 16, 32, 64, 64, 128]
 
 
@@ -96,8 +96,8 @@ def test_gates_and_clamps_are_taken_along(clamp: Clamp | None) -> None:
 
 
 def test_experts_of_many_pairs_are_expanded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_nibbles, "_MOST_ROWS", 8)
-    monkeypatch.setattr(grouped_nibbles, "_EXPANDED_BYTES", 2 * 88 * 128 * 4)  # two of five experts
+    monkeypatch.setattr(grouped_w4, "_MOST_ROWS", 8)
+    monkeypatch.setattr(grouped_w4, "_EXPANDED_BYTES", 2 * 88 * 128 * 4)  # two of five experts
     stacks = make_stack(88, 128, 32, "codes")
     found, wanted = products(rand(6, 128, scale=0.1), stacks, num_used=USED, activation="silu")
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -1,7 +1,7 @@
 """Gated gemm, activation(gate) * up, of many rows on Hopper GPUs: a warp-specialized kernel with a fused gate.
 
 cuBLAS would write gate and up to memory, and a second kernel would read both. Here tile sizes are not powers of two,
-but chosen such that the tiles fill all multiprocessors evenly. See gated_product.cu.
+but chosen such that the tiles fill all multiprocessors evenly. See gated_gemm.cu.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Tile(NamedTuple):
     def cost(self, rows: int, outputs: int, processors: int) -> int:
         """Estimate when the last block ends: waves of blocks times the cycles of a step of K."""
         _, pairs = self.pairs(rows, outputs)
-        products = _STEP // 16 * self.groups * self.height * self.width // 2
-        return -(-pairs // (processors // _CLUSTER)) * (products + _TILE_CYCLES)
+        work = _STEP // 16 * self.groups * self.height * self.width // 2
+        return -(-pairs // (processors // _CLUSTER)) * (work + _TILE_CYCLES)
 
 
-class _Product(ctypes.Structure):
-    """Mirrors `Product` in gated_product.cu."""
+class _Gemm(ctypes.Structure):
+    """Mirrors `Gemm` in gated_gemm.cu."""
 
     _fields_ = (
         ("out", ctypes.c_uint64),
@@ -87,7 +87,7 @@ def takes_weight(weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def prefers_gated_product(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+def prefers_gated_gemm(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel is faster than cuBLAS followed by a gate kernel."""
     is_small = weight.numel() * weight.element_size() < _SMALL_BYTES
     return rows >= (_FEWEST_SMALL_ROWS if is_small else _FEWEST_ROWS) and takes_weight(weight, bias)
@@ -101,7 +101,7 @@ def runs_on(device: torch.device) -> bool:
     return why_no_nvrtc() is None
 
 
-def gated_product(
+def gated_gemm(
     x: Tensor,  # [rows, inputs]
     weight: Tensor,  # [2 * outputs, inputs] of x's dtype: gate, then up
     activation: str,  # of ACTIVATIONS
@@ -136,7 +136,7 @@ def gated_product(
         return out
     row_tiles, pairs = tile.pairs(rows, outputs)
     steps = -(-inputs // _STEP)
-    given = _Product(out.data_ptr(), rows, outputs, out.stride(0), steps, row_tiles, pairs, _TOGETHER)
+    given = _Gemm(out.data_ptr(), rows, outputs, out.stride(0), steps, row_tiles, pairs, _TOGETHER)
     arguments = (
         _map_of_rows(x.data_ptr(), x.dtype, rows, inputs, x.stride(0), tile.rows // _CLUSTER),
         _map_of_weight(weight.data_ptr(), x.dtype, outputs, inputs, tile.width),
@@ -188,14 +188,14 @@ def _begin(tile: Tile, activation: str, dtype: torch.dtype, device: torch.device
     }  # fmt: skip
     capability = torch.cuda.get_device_capability(device)
     wgmma = wgmma_source(constants["SLICE"], "f16" if dtype == torch.float16 else "bf16")
-    return _pool().submit(compile_source, ("hopper.cuh", "gated_product.cu"), constants, capability, before=wgmma)
+    return _pool().submit(compile_source, ("hopper.cuh", "gated_gemm.cu"), constants, capability, before=wgmma)
 
 
 @cache
 def _load(compiled: Future[bytes], tile: Tile, device: torch.device) -> CudaKernel:
     alignment = 1024  # of the ring, as the swizzle requires
     with torch.cuda.device(device):
-        return CudaKernel(compiled.result(), "gated_product", tile.stages * tile.stage_bytes + alignment)
+        return CudaKernel(compiled.result(), "gated_gemm", tile.stages * tile.stage_bytes + alignment)
 
 
 def wgmma_source(columns: int, dtype: str) -> str:

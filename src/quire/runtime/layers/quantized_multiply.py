@@ -14,19 +14,19 @@ from torch import Tensor
 
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
-from quire.kernels.triton.launch import INTERPRETED, has_gluon
-from quire.kernels.triton.level_products import PackedLevels, level_product, level_step, pack_levels, step_of
-from quire.kernels.triton.nibble_few import nibble_few, takes_few
-from quire.kernels.triton.nibble_products import (
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_w4 import (
     PANEL,
     QUARTER,
-    PackedNibbles,
-    expand_nibbles,
-    nibble_product,
-    pack_nibbles,
+    PackedW4,
+    expand_w4,
+    gemm_w4,
+    pack_w4,
 )
+from quire.kernels.triton.gemm_w8 import PackedW8, gemm_w8, integer_step, pack_w8, step_of
+from quire.kernels.triton.gemv_w4 import gemv_w4, takes_gemv
+from quire.kernels.triton.launch import INTERPRETED, has_gluon
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
-from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.quantize import quantize_rows
 from quire.runtime.layers.product import FusedMultiply, Multiply
 from quire.runtime.layers.skinny_fp8 import ScaledMultiply
@@ -44,10 +44,10 @@ _EXPANDED_BYTES = 32 << 20  # of dequantized weights at a time, so that they sta
 
 
 @dataclass(frozen=True, slots=True)
-class LevelMultiply(FusedMultiply):
+class W8Multiply(FusedMultiply):
     """Multiplies rows [tokens, in] by a packed weight [out, in]."""
 
-    weight: PackedLevels
+    weight: PackedW8
     bias: Tensor | None
     workspace: Workspace
     dependent_rows: int  # rows from which a kernel is launched while the one before still runs
@@ -76,7 +76,7 @@ class LevelMultiply(FusedMultiply):
         outputs = self.weight.outputs // (1 if activation is None else 2)
         out = torch.empty(len(x), outputs, dtype=dtype, device=x.device) if residual is None else residual
         dependent = len(x) >= self.dependent_rows
-        return level_product(
+        return gemm_w8(
             x, self.weight, self.workspace, bias=self.bias, residual=residual, x_scale=scale, activation=activation,
             out=out, dependent=dependent,
         )  # fmt: skip
@@ -86,19 +86,19 @@ class LevelMultiply(FusedMultiply):
 
 
 @dataclass(frozen=True, slots=True)
-class NibbleMultiply(FusedMultiply):
+class W4Multiply(FusedMultiply):
     """Multiplies rows [tokens, in] by a 4-bit weight [out, in]. A few rows use a skinny kernel, which fuses the norm of
     a single row; larger steps use a wgmma kernel on Hopper GPUs. Above EXPANDED_ROWS rows, some outputs at a time are
     dequantized and multiplied by cuBLAS."""
 
-    weight: PackedNibbles
+    weight: PackedW4
     bias: Tensor | None
     workspace: Workspace
     dependent_rows: int  # rows from which a kernel is launched while the one before still runs
     columns: Tensor | None = None  # [in]: the input that each column of the weight belongs to; None: its own
 
     @property
-    def row_weight(self) -> PackedNibbles | None:
+    def row_weight(self) -> PackedW4 | None:
         return self.weight if self.columns is None else None
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
@@ -115,7 +115,7 @@ class NibbleMultiply(FusedMultiply):
 
     def _after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None, activation: str | None = None) -> Tensor:
         is_one = len(x) == 1 and pending is None and self.columns is None and norm.weight.dtype == x.dtype
-        if is_one and takes_few(x, self.weight, activation):
+        if is_one and takes_gemv(x, self.weight, activation):
             return self._product(x, activation=activation, norm=norm)
         normed = _normed(x, norm, pending, dependent=len(x) >= self.dependent_rows)
         return self._product(normed, activation=activation)
@@ -129,20 +129,20 @@ class NibbleMultiply(FusedMultiply):
             return self._expanded(x, activation, residual)
         outputs, dependent = self.weight.outputs // (1 if activation is None else 2), len(x) >= self.dependent_rows
         out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device) if residual is None else residual
-        if takes_few(x, self.weight, activation):
-            return nibble_few(
+        if takes_gemv(x, self.weight, activation):
+            return gemv_w4(
                 x, self.weight, out, bias=self.bias, residual=residual, activation=activation, norm=norm,
                 dependent=dependent,
             )  # fmt: skip
         if has_gluon(x.device):
-            from quire.kernels.triton.nibble_wgmma import nibble_wgmma, takes_wgmma  # not in every Triton
+            from quire.kernels.triton.gemm_w4_hopper import gemm_w4_hopper, takes_wgmma  # not in every Triton
 
             if takes_wgmma(x, self.weight, activation):
-                return nibble_wgmma(
+                return gemm_w4_hopper(
                     x, self.weight, out, self.workspace, bias=self.bias, residual=residual, activation=activation,
                     dependent=dependent,
                 )  # fmt: skip
-        return nibble_product(
+        return gemm_w4(
             x, self.weight, self.workspace, bias=self.bias, residual=residual, activation=activation, out=out,
             dependent=dependent,
         )  # fmt: skip
@@ -153,7 +153,7 @@ class NibbleMultiply(FusedMultiply):
         numbers = torch.empty(at_once, inputs, dtype=x.dtype, device=x.device)
         whole = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
         for first in range(0, outputs, at_once):
-            part = expand_nibbles(self.weight, numbers[: outputs - first], first)
+            part = expand_w4(self.weight, numbers[: outputs - first], first)
             torch.mm(x, part.t(), out=whole[:, first : first + at_once])
         if self.bias is not None:
             whole += self.bias
@@ -180,7 +180,7 @@ class QuantizedPacker:
     def takes(self, weight: QuantizedWeight) -> bool:
         """Whether a kernel multiplies by a weight of this form."""
         if isinstance(weight, LevelWeight):
-            return level_step(weight.group) is not None
+            return integer_step(weight.group) is not None
         in_blocks = weight.shape[1] % weight.block[1] == 0 and _step(weight) is not None
         return self._has_float8() and (_by_rows(weight) or in_blocks)
 
@@ -202,10 +202,10 @@ class QuantizedPacker:
             whole = weight.offsets.float() + (8.0 * weight.scales.float() if weight.nibbles else 0.0)
             offsets = whole.to(factors.scales.dtype)
         if weight.nibbles:
-            packed = pack_nibbles(weight.levels, factors.scales, offsets)
-            own = NibbleMultiply(packed, bias, self.workspace, self.dependent_rows, weight.columns)
+            packed = pack_w4(weight.levels, factors.scales, offsets)
+            own = W4Multiply(packed, bias, self.workspace, self.dependent_rows, weight.columns)
             return rounding(own, weight.activations)
-        levels = pack_levels(weight.levels, factors.scales, offsets)
+        levels = pack_w8(weight.levels, factors.scales, offsets)
         return rounding(self._levels(levels, bias, columns=weight.columns), weight.activations)
 
     def _pack_float8(self, weight: Float8Weight, bias: Tensor | None) -> Multiply:
@@ -213,7 +213,7 @@ class QuantizedPacker:
         scheme = weight.activations
         if _by_rows(weight) and _rounds(scheme, None):
             return self._scaled(ScaledRows(weight.numbers, single.scales.flatten().contiguous()), bias)
-        packed = pack_levels(weight.numbers, single.scales, None)
+        packed = pack_w8(weight.numbers, single.scales, None)
         in_blocks = _rounds(scheme, weight.block[1])
         multiply = self._levels(packed, bias, rounds=weight.block[1] if in_blocks else None)
         return multiply if in_blocks else rounding(multiply, scheme)
@@ -223,13 +223,13 @@ class QuantizedPacker:
 
     def _levels(
         self,
-        packed: PackedLevels,
+        packed: PackedW8,
         bias: Tensor | None,
         *,
         columns: Tensor | None = None,
         rounds: int | None = None,
-    ) -> LevelMultiply:
-        return LevelMultiply(packed, bias, self.workspace, self.dependent_rows, columns, rounds)
+    ) -> W8Multiply:
+        return W8Multiply(packed, bias, self.workspace, self.dependent_rows, columns, rounds)
 
     def _has_float8(self) -> bool:
         return INTERPRETED or torch.cuda.get_device_capability(self.device) >= _FLOAT8_CAPABILITY

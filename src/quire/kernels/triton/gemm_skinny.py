@@ -18,9 +18,9 @@ from torch import Tensor
 
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.gemm_skinny_plan import MOST_ROWS, PARTIAL_SUMS, TILE_COUNTERS, Tiling, choose_tiling
 from quire.kernels.triton.int8 import as_float
 from quire.kernels.triton.launch import FLOAT8, INTERPRETED, SMALL, await_inputs, check, check_rows
-from quire.kernels.triton.products_plan import MOST_ROWS, PARTIAL_SUMS, TILE_COUNTERS, Tiling, choose_tiling
 
 FAST_ROWS = 64
 
@@ -233,7 +233,7 @@ def _vector_kernel(
     )  # fmt: skip
 
 
-def skinny_product(
+def skinny_gemm(
     x: Tensor,  # [M, K], at most MOST_ROWS rows: a float dtype, or float8 or int8 with x_scale
     weight: Tensor,  # [N, K], x's dtype or quantized with weight_scale; [2 * N, K], gate then up, with an activation
     workspace: Workspace,
