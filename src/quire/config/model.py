@@ -129,7 +129,12 @@ class Experts:
     has_bias: bool = False  # of the router and of the experts' matrices
     is_gated: bool = True  # experts and shared expert are gated MLPs; False: down(activation(up(x)))
     clamp: tuple[float, float, float] | None = None  # of the gate: limit, alpha and shift; see `kernels/clamp.py`
+    latent_size: int = 0  # experts read and write vectors of this size, between two projections; 0: hidden states
     held: int | None = None  # number of whole experts on this rank (expert parallelism); None: all
+
+    def width(self, hidden: int) -> int:
+        """Return the size of what routed experts read and write, given that of hidden states."""
+        return self.latent_size or hidden
 
     @property
     def has_score_bias(self) -> bool:
@@ -351,7 +356,7 @@ class ModelConfig:
         num, held = self.experts.num, self.experts.num if self.experts.held is None else self.experts.held
         others = (num - self.experts.num_used) * held
         mixtures = self.num_layers - len(self.experts.dense_layers)
-        hidden, size = self.hidden_size, self.experts.size
+        hidden, size = self.experts.width(self.hidden_size), self.experts.size
         firsts = 2 if self.experts.is_gated else 1  # matrices in front of the activation
         biases = firsts * size + hidden if self.experts.has_bias else 0
         return self.num_parameters - mixtures * others * ((firsts + 1) * hidden * size + biases) // num
@@ -364,7 +369,7 @@ def mxfp4_experts(model: ModelConfig) -> StoredLevels:
     experts = model.experts
     if experts is None:
         return StoredLevels(has_table=False)
-    hidden, size = model.hidden_size, experts.size
+    hidden, size = experts.width(model.hidden_size), experts.size
     count = len(model.layers) * (experts.num if experts.held is None else experts.held)
     shapes = (((2 if experts.is_gated else 1) * size, hidden), (hidden, size))
     kept = [shape for shape in shapes if shape[1] % MXFP4_GROUP == 0]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.engine import DeviceConfig
-from quire.config.model import Experts, Heads, ModelConfig, QueryScaling, Rope
+from quire.config.model import Heads, ModelConfig, QueryScaling, Rope
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
@@ -19,17 +18,7 @@ from quire.runtime.attention.backend import AttentionBackend, LatentBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_product
-from quire.runtime.layers.experts import (
-    ExpertScales,
-    ExpertSet,
-    MoEMLP,
-    NormedRouter,
-    Router,
-    ScoreBias,
-    SeparateExperts,
-    SideExperts,
-    clamp_of,
-)
+from quire.runtime.layers.expert_layers import ExpertLayers
 from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads, TritonHeads
 from quire.runtime.layers.latent import LatentAttention, LatentProducts
 from quire.runtime.layers.layer_norm import USUAL_LAYER_NORM, LayerNorm, LayerNormKind
@@ -51,10 +40,8 @@ from quire.runtime.layers.quantizing import choose_quantizing_product
 from quire.runtime.layers.recurrent import RecurrentLayers
 from quire.runtime.layers.rotary import Rotaries
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
-from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention, text_attention_of
 from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored, stored_for
-from quire.runtime.parallel.expert_sum import expert_sum
 from quire.runtime.parallel.ranks import ALONE, Ranks
 
 TORCH_DTYPES = {
@@ -68,7 +55,6 @@ TORCH_DTYPES = {
 Names = tuple[str, str, str]  # of matrices
 GATED = ("gate_proj", "up_proj", "down_proj")
 QKV = ("q_proj", "k_proj", "v_proj")
-SIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
 
 
 class LayerBuilder:
@@ -214,6 +200,11 @@ class LayerBuilder:
         """The builder of recurrent layers."""
         return RecurrentLayers(self._splits, self._product, self._table_product, self.placement, self._row_linear)
 
+    @property
+    def experts(self) -> ExpertLayers:
+        """The builder of mixtures of experts."""
+        return ExpertLayers(self, self._splits, self._table_product, self._ops, float8=self._float8)
+
     def gated_mlp(
         self,
         hidden: int,
@@ -242,51 +233,6 @@ class LayerBuilder:
         size = intermediate if isinstance(intermediate, Split) else self._splits.size(intermediate)
         up = Linear(hidden, {"up_proj": size}, bias, self._product, self.placement)
         return self.mlp(up, self._row_linear("down_proj", size, hidden, bias=bias, reduces=reduces), activation)
-
-    def moe_mlp(self, config: ModelConfig, names: Names = GATED, router: str = "gate", shared: Names = GATED) -> MoEMLP:
-        """Build a mixture of experts. `names` and `shared`: gate, up and down of an expert and of the shared one."""
-        settings, hidden, activation = config.experts, config.hidden_size, config.activation
-        assert settings is not None
-        gate = Router(hidden, {router: settings.num}, settings.has_bias, self._table_product, self.placement)
-        experts = self._experts(hidden, settings, activation, names)
-        shared_mlp, shared_gate = None, None
-        if settings.shared_size:
-            make = partial(self.gated_mlp, names=shared) if settings.is_gated else self.plain_mlp
-            shared_mlp = make(hidden, settings.shared_size, activation, bias=False, reduces=False)
-        if settings.shared_has_gate:
-            shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self.placement)
-        is_row = settings.biased_softmax
-        bias = ScoreBias(settings.num, self.placement, is_row=is_row) if settings.has_score_bias else None
-        return MoEMLP(gate, experts, settings, shared_mlp, shared_gate, bias)
-
-    def side_experts(self, config: ModelConfig) -> SideExperts:
-        """Build Gemma 4's parallel experts. Checkpoints store the weights of the router's norm times sqrt(hidden)."""
-        assert config.experts is not None
-        hidden, num, eps = config.hidden_size, config.experts.num, config.norm_eps
-        norm = RMSNorm("scale", hidden, eps, self._ops, self.placement, factor=hidden**-0.5)
-        proj = Router(hidden, {"proj": num}, False, self._table_product, self.placement)
-        router = NormedRouter(norm, proj, ExpertScales(num, self.placement))
-        experts = self._experts(hidden, config.experts, config.activation, GATED)
-        first, second, third = (self.rms_norm(name, hidden, eps) for name in SIDE_NORMS)
-        return SideExperts(router, experts, config.experts, (first, second, third))
-
-    def _experts(self, hidden: int, settings: Experts, activation: str, names: Names) -> ExpertSet:
-        """Build the experts. On the meta device they are stacked even without Triton, because thousands of layers take
-        seconds to build."""
-        device, splits, triton = self.placement.device, self._splits, self.backend.kernels == "triton"
-        own, total = splits.experts(settings.num), expert_sum(splits.group, settings, whole=splits.whole_experts)
-        size, bias, clamp = splits.expert_size(settings.size), settings.has_bias, clamp_of(settings)
-        if not triton and device.type != "meta":
-            mlp = partial(self.gated_mlp, names=names, clamp=clamp) if settings.is_gated else self.plain_mlp
-            made = {number: mlp(hidden, size, activation, bias=bias, reduces=False) for number in own}
-            return SeparateExperts(made, total)
-        gate, up, down = names
-        make = partial(ExpertLinear, own, placement=self.placement, bias=bias, float8=self._float8)
-        group = None if size.is_whole else splits.group
-        first = make(hidden, {gate: size, up: size} if settings.is_gated else {up: size})
-        down_proj = make(size, {down: hidden}, group=group)
-        rows = dependent_rows(device) if triton else 0
-        return StackedExperts(first, down_proj, activation, self._ops, dependent_rows=rows, total=total)
 
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)

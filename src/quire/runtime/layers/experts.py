@@ -209,7 +209,8 @@ class SideExperts(nn.Module):
 
 
 class MoEMLP(nn.Module):
-    """The weighted sum of the experts chosen for a token, plus the shared expert if the model has one."""
+    """The weighted sum of the experts chosen for a token, plus the shared expert if the model has one. `latent`: the
+    projections of the experts' inputs to latents and of their sum back (Nemotron 3 Super)."""
 
     def __init__(
         self,
@@ -219,9 +220,13 @@ class MoEMLP(nn.Module):
         shared_expert: GatedMLP | MLP | None = None,
         shared_expert_gate: Linear | None = None,
         score_bias: ScoreBias | None = None,
+        latent: Sequence[Linear] | None = None,
     ) -> None:
         super().__init__()
-        self.score_bias = score_bias
+        self.score_bias, self.has_latents = score_bias, latent is not None
+        if latent is not None:
+            assert shared_expert_gate is None
+            self.fc1_latent_proj, self.fc2_latent_proj = latent
         self.gate, self.experts, self._settings = gate, experts, settings
         self.shared_expert, self.shared_expert_gate = shared_expert, shared_expert_gate
 
@@ -242,6 +247,10 @@ class MoEMLP(nn.Module):
             logits, bias = _hide_others(logits, bias, self._settings.num_used), None
         if self._settings.scales_inputs:
             value = _scale_by_score(value, logits)
+        if self.has_latents:
+            mixed = self.experts.mix(self.fc1_latent_proj(value), logits, self._settings, (), rows, score_bias=bias)
+            made: Value = self.fc2_latent_proj(mixed)
+            return add_in_place(made, *shared) if shared else made
         return self.experts.mix(value, logits, self._settings, shared, rows, score_bias=bias)
 
 
