@@ -112,7 +112,7 @@ def random_combination(seed: int, model: ModelConfig, *, has_head: bool = False)
         "policy": rng.choice(["fcfs", "fcfs", "priority", "lpm", "spf", "fair"]),
         "eviction": rng.choice(EVICTION_NAMES),
     }
-    if not made.is_staged and rng.random() < 0.4:
+    if rng.random() < 0.4:
         write = rng.choice(["back", "through"])
         made.others["tiers"] = TierConfig(host_blocks=rng.choice([8, 64, 400]), write=write)
         made.has_disk = rng.random() < 0.4

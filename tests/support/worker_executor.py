@@ -299,7 +299,7 @@ def make_worker(
             return _load(draft, drafting, standby, own)
 
         worker.drafter = make_drafter(worker, decoder, model, config, load)
-    worker.tiers = make_tiers(worker.cache, config.cache, triton=builder.backend.kernels == "triton")
+    worker.tiers = make_tiers(worker.cache, config.cache, ranks.place, triton=builder.backend.kernels == "triton")
     if standby is not None:
         worker.standby = standby  # type: ignore[attr-defined]
     return worker
