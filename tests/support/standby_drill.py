@@ -57,8 +57,8 @@ class StandbyDrill:
             else:
                 self._do(Command("sleep", mode=mode, level=2))  # type: ignore[arg-type]
                 self._do(Command("wake_up"))
-                self._do(Command("update_weights", mode="keep", update=WeightUpdate()))
-        if self._core.standby.state.asleep and self._back is None and not self._core.standby._orders:
+                self._do(Command("update_weights", mode="wait", update=WeightUpdate()))
+        if self._core.standby.state.asleep and self._back is None and not self._core.standby._pending:
             self._back = Command("wake_up")
 
     def _do(self, command: Command, *, is_required: bool = False) -> None:

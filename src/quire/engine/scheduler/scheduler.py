@@ -167,6 +167,15 @@ class Scheduler:
             return None
         return self._finish(builder)
 
+    def plan_transfers(self) -> StepPlan | None:
+        """Return a plan that computes no row and carries the transfers that wait for a plan, or None if there are
+        none."""
+        if not self.tiers.has_transfers:
+            return None
+        self.pool.begin_plan()
+        self.stride, self.ahead_rows = 0, NO_ROWS
+        return self._finish(PlanBuilder(self._budget))
+
     def _finish(self, builder: PlanBuilder) -> StepPlan:
         """Make the plan from what the builder has collected, and advance the tick."""
         transfers, released = self.tiers.take_transfers(builder.loads), tuple(self._released)
