@@ -249,7 +249,7 @@ class Publisher:
         table, row, tree = sequence.table, sequence.row, self._tree
         assert row is not None
         assert tree is not None
-        num_computed, num_outputs = sequence.num_readable, int(self._rows.counts[row])
+        num_computed, num_outputs = sequence.num_readable, self._rows.count_of[row]
         if num_outputs > len(sequence.outputs):  # results have come since
             num_computed = max(num_computed, sequence.group.num_prompt + num_outputs - 1)
         if num_computed // self._block_size <= table.num_cached:
