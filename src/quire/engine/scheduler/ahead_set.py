@@ -30,7 +30,7 @@ class AheadSet:
         self.tick = 0
         self._block_size = block_size
         self._rows: Ints = np.empty(num_rows, dtype=np.int32)
-        self._row_at = memoryview(self._rows)  # the same memory: faster for one row
+        self._row_at = self._rows.data  # the same memory: faster for one row
         self._position: dict[int, int] = {}  # row -> its index in `_rows`
         self._snapshot: Ints | None = NO_ROWS
         # By tick: the sequences that join or must leave, and the block lists (by row) of the tables that are full.

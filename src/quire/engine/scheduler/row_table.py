@@ -35,10 +35,10 @@ class RowTable:
         self.num_not_streamed = 0  # rows whose tokens are not streamed: their handle is negative
         self.num_guided = self.num_observed = 0
         self.leases: Longs = np.zeros(num_rows, dtype=np.int64)  # 0: the row is free
-        self.lease_of = memoryview(self.leases)  # the same memory: faster for one row
+        self.lease_of = self.leases.data  # the same memory: faster for one row
         self.handles: Longs = np.zeros(num_rows, dtype=np.int64)
         self.counts: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens that have come back
-        self.count_of = memoryview(self.counts)  # the same memory
+        self.count_of = self.counts.data  # the same memory
         self.limits: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens at which the sequence ends
         self.guided: Bools = np.zeros(num_rows, dtype=np.bool_)  # a grammar's mask applies to each of its samples
         self.observed: Bools = np.zeros(num_rows, dtype=np.bool_)  # a draft proposer observes its tokens
@@ -48,7 +48,7 @@ class RowTable:
         self._capacity = 256  # outputs that a row has memory for
         self._outputs: Ints = np.empty((num_rows, self._capacity), dtype=np.int32)  # [rows, capacity]
         self._flat = self._outputs.reshape(-1)  # the same memory
-        self._flat_view = memoryview(self._flat)  # the same memory
+        self._flat_view = self._flat.data  # the same memory
         self.starts: Index = np.arange(num_rows) * self._capacity  # offset of each row's outputs in that memory
 
     @property
@@ -176,7 +176,7 @@ class RowTable:
             grown = np.empty((rows, self._capacity), dtype=np.int32)  # unwritten pages take no memory
             grown[:, :capacity] = self._outputs
             self._outputs, self._flat = grown, grown.reshape(-1)
-            self._flat_view = memoryview(self._flat)
+            self._flat_view = self._flat.data
             self.starts = np.arange(rows) * self._capacity
         width = len(self.end_ids)
         if width < end_ids <= MOST_END_IDS:
