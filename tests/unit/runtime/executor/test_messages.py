@@ -23,7 +23,7 @@ from quire.types.step import (
     BlockCopy,
     Candidates,
     Chunk,
-    DraftOrder,
+    DraftRequest,
     LogprobTable,
     Masks,
     NewRow,
@@ -100,7 +100,7 @@ def full_plan(step: int = 7) -> StepPlan:
         released=(5, 6),
         writes=(RowTokens(1, 4, ints(8, 9)),),
         masks=Masks(ints(0), np.array([[2**32 - 1, 5]], dtype=np.uint32), np.array([True])),
-        drafts=(DraftOrder(1, 3),),
+        drafts=(DraftRequest(1, 3),),
         transfers=Transfers((SlotMove(1, 2),), (), (FileMove(b"k", 3),), (), (b"x",), drops_found=True),
         guided=True,
     )
