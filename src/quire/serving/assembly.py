@@ -98,9 +98,6 @@ class PlannedEngine:
         if (advice := self.advice) is not None:
             logger.info("%s", advice)
         config = self.config
-        if config.cache.tiers.transport is not None and config.parallel.num_ranks > 1:
-            reason = f"carries whole blocks, and each of {config.parallel.num_ranks} ranks has a part of every block"
-            raise ConfigError("kv_transport", reason, "leave it out, or use one rank")
         if config.cache.tiers.outlives_process:  # other tiers end with this process and its only model
             namespace = cache_namespace(self.files, self.model, config, load_format)
             config = replace(config, cache=replace(config.cache, namespace=namespace))
