@@ -88,7 +88,7 @@ def test_codes_of_a_hopper_gpu_give_what_transformers_makes_of_them(
     """Loading, placing and summing as on such a GPU, with the kernel itself in plain PyTorch."""
     from coded_reference import reference_product
     from quire.kernels.cuda import coded_experts
-    from quire.runtime.layers import expert_products
+    from quire.runtime.layers import expert_gemms
 
     calls: list[bool] = []
 
@@ -99,9 +99,9 @@ def test_codes_of_a_hopper_gpu_give_what_transformers_makes_of_them(
     model = packed_checkpoint(tmp_path, hidden_size=128, num_hidden_layers=1)
     monkeypatch.setenv("QUIRE_CODED_EXPERTS", "1")
     monkeypatch.setattr(coded_experts, "runs_on", lambda _: True)
-    takes = expert_products.takes_codes
-    monkeypatch.setattr(expert_products, "takes_codes", lambda e, _, **options: takes(e, torch.bfloat16, **options))
-    monkeypatch.setattr(expert_products, "coded_gemm", product)
+    takes = expert_gemms.takes_codes
+    monkeypatch.setattr(expert_gemms, "takes_codes", lambda e, _, **options: takes(e, torch.bfloat16, **options))
+    monkeypatch.setattr(expert_gemms, "coded_gemm", product)
     check_parity(tmp_path, attention="triton", model=model)
     assert calls[:2] == [True, False]
 

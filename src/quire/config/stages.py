@@ -83,10 +83,6 @@ def check_pipeline(config: EngineConfig) -> None:
     if config.speculation is not None and config.speculation.method != "ngram":
         reason = f"{config.speculation.method!r} is not supported with several pipeline stages"
         raise ConfigError("speculative_config.method", reason, f'use "ngram", or set {SETTING} to 1')
-    if config.cache.tiers.host_blocks:
-        raise ConfigError(
-            "host_cache_memory", "tiers are not supported with stages", f"leave it out, or set {SETTING} to 1"
-        )
 
 
 def resolve_pipeline(config: EngineConfig, model: ModelConfig) -> EngineConfig:

@@ -24,12 +24,12 @@ class WeightCounts:
 class StoredLevels:
     """The weights that the model file stores quantized and that kernels can multiply without expanding them.
 
-    Where ranks cut super-blocks, integer products hold these in groups of 16, which takes the `cut_*` bytes on top.
+    Where ranks cut super-blocks, integer gemms hold these in groups of 16, which takes the `cut_*` bytes on top.
     """
 
     parameters: int = 0
     num_bytes: int = 0  # with the native CPU kernels
-    integer_bytes: int = 0  # with their integer products; 0: these do not support them
+    integer_bytes: int = 0  # with their integer gemms; 0: these do not support them
     gpu_parameters: int = 0  # the weights that the Triton kernels multiply quantized
     gpu_bytes: int = 0  # of these
     gpu_is_float8: bool = False  # these need a GPU that multiplies float8

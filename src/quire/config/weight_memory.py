@@ -45,7 +45,7 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     copied = tied if weight_bytes < DTYPE_BYTES["float32"] else 0
     has_levels, is_native = levels.parameters > 0 and quantization is None, facts.native_refusal is None
     quantizes = quantization in ("int8", "int4")
-    has_integers = config.device.integer_products and is_native and dtype != "float16"
+    has_integers = config.device.integer_gemms and is_native and dtype != "float16"
     integer = has_integers and (levels.integer_bytes > 0 if has_levels else quantizes)
     panels = facts.level_panels and facts.has_halves(dtype)
     saved = _halved(model, config, facts) * (weight_bytes - DTYPE_BYTES["bfloat16"])

@@ -120,9 +120,9 @@ class LinearAdapters(SlotMemory):
         change [rows, outputs] for the caller to add, or None if the change is already added."""
         return self.add(multiply(), x), None
 
-    def join(self, product: Tensor, change: Tensor) -> None:
-        """Add the change that `multiply` returned to `product`, in place."""
-        product.add_(change)
+    def join(self, result: Tensor, change: Tensor) -> None:
+        """Add the change that `multiply` returned to `result`, in place."""
+        result.add_(change)
 
 
 class NativeAdapters(LinearAdapters):
@@ -221,7 +221,7 @@ class StackedAdapters(LinearAdapters):
             return super().multiply(multiply, x)
         from quire.kernels.triton import lora, lora_gemv
 
-        blocks, dependent, products = self._output_blocks(), self._is_dependent(x), []
+        blocks, dependent, results = self._output_blocks(), self._is_dependent(x), []
         is_whole = blocks.num_outputs == self.b.shape[1]  # otherwise some outputs of `change` stay undefined
         if not is_whole or lora.takes_gemm(tiles.most, len(x), len(self.b)):
             return super().multiply(multiply, x)
@@ -235,20 +235,20 @@ class StackedAdapters(LinearAdapters):
                 are_aligned=blocks.are_aligned, slots=tiles.slots, dependent=dependent,
             )  # fmt: skip
 
-        def run_product() -> None:
-            products.append(multiply())
+        def run_gemm() -> None:
+            results.append(multiply())
 
         if self._side is None:
             run_change()
-            run_product()
+            run_gemm()
         else:
-            self._side.run_beside(run_change, run_product)
-        return products[0], change
+            self._side.run_beside(run_change, run_gemm)
+        return results[0], change
 
-    def join(self, product: Tensor, change: Tensor) -> None:
+    def join(self, result: Tensor, change: Tensor) -> None:
         from quire.kernels.triton.lora_gemv import add_change
 
-        add_change(product, change, dependent=self._is_dependent(product))
+        add_change(result, change, dependent=self._is_dependent(result))
 
     def _is_dependent(self, x: Tensor) -> bool:
         return 0 < self._dependent_rows <= len(x)

@@ -17,10 +17,11 @@ from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend, LatentBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
-from quire.runtime.layers.choice import choose_product
 from quire.runtime.layers.expert_layers import ExpertLayers
+from quire.runtime.layers.gemm import multiplies_natively
+from quire.runtime.layers.gemm_choice import choose_gemm
 from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads, TritonHeads
-from quire.runtime.layers.latent import LatentAttention, LatentProducts
+from quire.runtime.layers.latent import LatentAttention, LatentExpansion
 from quire.runtime.layers.layer_norm import USUAL_LAYER_NORM, LayerNorm, LayerNormKind
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
@@ -35,8 +36,7 @@ from quire.runtime.layers.modules import (
     TiedHead,
 )
 from quire.runtime.layers.ops import choose_ops
-from quire.runtime.layers.product import multiplies_natively
-from quire.runtime.layers.quantizing import choose_quantizing_product
+from quire.runtime.layers.quantizing import choose_quantizing_gemm
 from quire.runtime.layers.recurrent import RecurrentLayers
 from quire.runtime.layers.rotary import Rotaries
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
@@ -83,19 +83,19 @@ class LayerBuilder:
             local_heads,
         )  # fmt: skip
         triton = self.backend.kernels == "triton"
-        self._table_product = choose_product(  # never quantizes weights
+        self._table_gemm = choose_gemm(  # never quantizes weights
             dtype, device, triton=triton, many_rows=many_rows, cpu_weights=config.cpu_weights
         )
-        self._product = self._table_product
+        self._gemm = self._table_gemm
         self._float8 = config.quantization == "fp8"
         if config.quantization is not None:
-            self._product = choose_quantizing_product(
+            self._gemm = choose_quantizing_gemm(
                 config.quantization, dtype, device, triton=triton, cpu_weights=config.cpu_weights
             )
-        self._head_product = (
-            self._table_product
+        self._head_gemm = (
+            self._table_gemm
             if triton
-            else choose_product(dtype, device, keeps_weight=True, cpu_weights=config.cpu_weights)
+            else choose_gemm(dtype, device, keeps_weight=True, cpu_weights=config.cpu_weights)
         )
         self._ops = choose_ops(dtype, device, triton=triton)
         self._rotaries = Rotaries(self.placement)
@@ -111,21 +111,21 @@ class LayerBuilder:
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
         """Build a linear layer that every rank holds whole."""
-        return Linear(inputs, {name: outputs}, bias, self._product, self.placement)
+        return Linear(inputs, {name: outputs}, bias, self._gemm, self.placement)
 
     def column_linear(
         self, name: str, inputs: int, outputs: int | Heads, *, bias: bool, stored: Stored = SAME_LAYOUT
     ) -> Linear:
         """Build a column-parallel layer: ranks share the outputs, an intermediate size or queries, keys and values."""
         split = self._splits.qkv(outputs) if isinstance(outputs, Heads) else self._splits.size(outputs)
-        return Linear(inputs, {name: split}, bias, self._product, self.placement, stored)
+        return Linear(inputs, {name: split}, bias, self._gemm, self.placement, stored)
 
     def query_linear(
         self, name: str, inputs: int, heads: Heads, *, bias: bool, dim: int | None = None, stored: Stored = SAME_LAYOUT
     ) -> Linear:
         """Build a column-parallel layer for queries alone, `dim` outputs per head."""
         split = self._splits.query(heads, dim)
-        return Linear(inputs, {name: split}, bias, self._product, self.placement, stored)
+        return Linear(inputs, {name: split}, bias, self._gemm, self.placement, stored)
 
     def row_linear(
         self, name: str, inputs: int | Heads, outputs: int, *, bias: bool, dim: int | None = None,
@@ -142,7 +142,7 @@ class LayerBuilder:
         group = self._splits.group
         if group is not None and group.size > 1 and inputs.is_whole:  # an expert that only this rank holds
             group = None
-        layer = Linear(inputs, {name: outputs}, bias, self._product, self.placement, stored, group=group)
+        layer = Linear(inputs, {name: outputs}, bias, self._gemm, self.placement, stored, group=group)
         layer.reduces = reduces and layer.reduces
         return layer
 
@@ -151,12 +151,12 @@ class LayerBuilder:
     ) -> Linear:
         """Build a linear layer that is whole on every rank and never quantized. `outputs`: of each of several parts."""
         names, stored = (name,) if isinstance(name, str) else name, Stored(transposed=transposed)
-        return Linear(inputs, dict.fromkeys(names, outputs), bias, self._table_product, self.placement, stored)
+        return Linear(inputs, dict.fromkeys(names, outputs), bias, self._table_gemm, self.placement, stored)
 
     def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int, *, bias: bool = False) -> Linear:
         """Build a convolution over non-overlapping patches, as one gemm per patch. Never quantized."""
         inputs, stored = math.prod(kernel), Stored(kernel=kernel)
-        return Linear(inputs, {name: outputs}, bias, self._table_product, self.placement, stored)
+        return Linear(inputs, {name: outputs}, bias, self._table_gemm, self.placement, stored)
 
     def qkv_linear(
         self, inputs: int, heads: Heads, *, bias: bool, names: Names = QKV, keys_are_values: bool = False,
@@ -164,9 +164,9 @@ class LayerBuilder:
     ) -> Linear:  # fmt: skip
         queries, keys, stored = self._splits.query(heads), self._splits.kv(heads), stored_for(rope, heads.dim)
         if keys_are_values:
-            return KeysAsValues(inputs, queries, keys, bias, self._product, self.placement)
+            return KeysAsValues(inputs, queries, keys, bias, self._gemm, self.placement)
         outputs, each = zip(names, (queries, keys, keys), strict=True), (stored, stored, SAME_LAYOUT)
-        return Linear(inputs, dict(outputs), bias, self._product, self.placement, dict(zip(names, each, strict=True)))
+        return Linear(inputs, dict(outputs), bias, self._gemm, self.placement, dict(zip(names, each, strict=True)))
 
     def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
         """Build the layer for queries, keys, values and the logits of the output gate. Checkpoints store a head's gate
@@ -175,7 +175,7 @@ class LayerBuilder:
         outputs = {"q_proj": self._splits.query(heads, 2 * heads.dim), "k_proj": keys, "v_proj": keys}
         query, gate = torch.arange(2 * own.query_size).view(own.num_query, 2, own.dim).transpose(0, 1).flatten(1)
         order = torch.cat((query, torch.arange(2 * own.query_size, 2 * (own.query_size + own.kv_size)), gate))
-        return Linear(inputs, outputs, bias, self._product, self.placement, order=order)
+        return Linear(inputs, outputs, bias, self._gemm, self.placement, order=order)
 
     def output_gate(self) -> OutputGate:
         return OutputGate(self._ops)
@@ -189,7 +189,7 @@ class LayerBuilder:
     ) -> Linear:
         """Build one gemm for several matrices; `stored`: see Linear. Integer sizes are whole on every rank, Splits are
         shared."""
-        return Linear(inputs, outputs, False, self._product, self.placement, stored)
+        return Linear(inputs, outputs, False, self._gemm, self.placement, stored)
 
     def query_outputs(self, heads: Heads, dim: int) -> Split:
         """Return the split of query heads with `dim` outputs each, for `stacked_linear`."""
@@ -198,12 +198,12 @@ class LayerBuilder:
     @property
     def recurrent(self) -> RecurrentLayers:
         """The builder of recurrent layers."""
-        return RecurrentLayers(self._splits, self._product, self._table_product, self.placement, self._row_linear)
+        return RecurrentLayers(self._splits, self._gemm, self._table_gemm, self.placement, self._row_linear)
 
     @property
     def experts(self) -> ExpertLayers:
         """The builder of mixtures of experts."""
-        return ExpertLayers(self, self._splits, self._table_product, self._ops, float8=self._float8)
+        return ExpertLayers(self, self._splits, self._table_gemm, self._ops, float8=self._float8)
 
     def gated_mlp(
         self,
@@ -222,7 +222,7 @@ class LayerBuilder:
         gate, up, down = names
         size = intermediate if isinstance(intermediate, Split) else self._splits.size(intermediate)
         both = {gate: concat_splits(size, size)} if gate == up else {gate: size, up: size}
-        gate_up = Linear(hidden, both, bias, self._product, self.placement)
+        gate_up = Linear(hidden, both, bias, self._gemm, self.placement)
         down_proj = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
         return GatedMLP(gate_up, down_proj, activation, self._ops, clamp)
 
@@ -231,7 +231,7 @@ class LayerBuilder:
     ) -> MLP:
         """Build an MLP without a gate. `intermediate` and `reduces`: as in `gated_mlp`."""
         size = intermediate if isinstance(intermediate, Split) else self._splits.size(intermediate)
-        up = Linear(hidden, {"up_proj": size}, bias, self._product, self.placement)
+        up = Linear(hidden, {"up_proj": size}, bias, self._gemm, self.placement)
         return self.mlp(up, self._row_linear("down_proj", size, hidden, bias=bias, reduces=reduces), activation)
 
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
@@ -306,10 +306,10 @@ class LayerBuilder:
         made.sees_images = window is not None or config.vision is None or not config.vision.whole_in_windows
         return made
 
-    def latent_products(self, config: ModelConfig) -> LatentProducts:
+    def latent_expansion(self, config: ModelConfig) -> LatentExpansion:
         assert config.latent is not None
         queries = self._splits.query(config.heads, 1)
-        return LatentProducts(queries, config.latent, self._heads_product, self.placement)
+        return LatentExpansion(queries, config.latent, self._make_heads, self.placement)
 
     def latent_attention(self, config: ModelConfig, layer: int) -> LatentAttention:
         latent, factor = config.latent, config.attention_scale
@@ -323,28 +323,28 @@ class LayerBuilder:
         scale = self._rotaries.query_scale(config.rope, latent.scaled_dim)
         return LatentAttention(heads, latent, config.place_of(layer), rule, rotary, self._ops, scale)
 
-    def _heads_product(self, weight: Tensor, rest: int) -> HeadLinear:
+    def _make_heads(self, weight: Tensor, rest: int) -> HeadLinear:
         if self.backend.kernels == "triton":
             return TritonHeads(weight, rest, dependent_rows=dependent_rows(self.placement.device))
         if self.backend.kernels == "native":
-            return PackedHeads(weight, rest, self._table_product)
+            return PackedHeads(weight, rest, self._table_gemm)
         return DenseHeads(weight, rest)
 
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
         vocab = self._splits.size(vocab_size)
-        return Embedding(name, vocab, size, self._table_product, self.placement, self._splits.group)
+        return Embedding(name, vocab, size, self._table_gemm, self.placement, self._splits.group)
 
     def position_embedding(self, name: str, num_positions: int, size: int, *, offset: int = 0) -> PositionEmbedding:
         return PositionEmbedding(name, num_positions, size, self.placement, offset=offset)
 
     def label_head(self, name: str, config: ModelConfig) -> Linear:
         """Build the output head of a classifier. Never quantized."""
-        return Linear(config.hidden_size, {name: config.num_labels}, False, self._table_product, self.placement)
+        return Linear(config.hidden_size, {name: config.num_labels}, False, self._table_gemm, self.placement)
 
     def lm_head(self, name: str, embedding: Embedding, config: ModelConfig, *, bias: bool = False) -> nn.Module:
         """Build the output head. A tied head must not have a bias."""
         if config.tie_word_embeddings:
             assert not bias
-            return TiedHead(embedding, self._head_product)
+            return TiedHead(embedding, self._head_gemm)
         vocab = self._splits.size(config.vocab_size)
-        return Linear(config.embedding_size, {name: vocab}, bias, self._table_product, self.placement)
+        return Linear(config.embedding_size, {name: vocab}, bias, self._table_gemm, self.placement)

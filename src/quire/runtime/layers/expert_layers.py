@@ -18,9 +18,9 @@ from quire.runtime.layers.experts import (
     SideExperts,
     clamp_of,
 )
+from quire.runtime.layers.gemm import Gemm
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.ops import LayerOps
-from quire.runtime.layers.product import Product
 from quire.runtime.layers.split import RankSplits
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.parallel.expert_sum import expert_sum
@@ -34,19 +34,19 @@ SIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "po
 
 
 class ExpertLayers:
-    """Builds mixtures of experts for a LayerBuilder. `table_product`: the gemm of layers that are never quantized."""
+    """Builds mixtures of experts for a LayerBuilder. `table_gemm`: the gemm of layers that are never quantized."""
 
     def __init__(
-        self, build: LayerBuilder, splits: RankSplits, table_product: Product, ops: LayerOps, *, float8: bool
+        self, build: LayerBuilder, splits: RankSplits, table_gemm: Gemm, ops: LayerOps, *, float8: bool
     ) -> None:
-        self._build, self._splits, self._table_product = build, splits, table_product
+        self._build, self._splits, self._table_gemm = build, splits, table_gemm
         self._ops, self._float8 = ops, float8
 
     def moe_mlp(self, config: ModelConfig, names: Names = GATED, router: str = "gate", shared: Names = GATED) -> MoEMLP:
         """Build a mixture of experts. `names` and `shared`: gate, up and down of an expert and of the shared one."""
         settings, hidden, activation = config.experts, config.hidden_size, config.activation
         assert settings is not None
-        gate = Router(hidden, {router: settings.num}, settings.has_bias, self._table_product, self._build.placement)
+        gate = Router(hidden, {router: settings.num}, settings.has_bias, self._table_gemm, self._build.placement)
         latent, experts = settings.latent_size, self._experts(settings.width(hidden), settings, activation, names)
         shared_mlp, shared_gate, around = None, None, None
         if settings.shared_size:
@@ -56,7 +56,7 @@ class ExpertLayers:
             sizes = {"fc1_latent_proj": (hidden, latent), "fc2_latent_proj": (latent, hidden)}
             around = [self._build.linear(name, *size, bias=False) for name, size in sizes.items()]
         if settings.shared_has_gate:
-            shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self._build.placement)
+            shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_gemm, self._build.placement)
         is_row = settings.biased_softmax
         bias = ScoreBias(settings.num, self._build.placement, is_row=is_row) if settings.has_score_bias else None
         return MoEMLP(gate, experts, settings, shared_mlp, shared_gate, bias, around)
@@ -66,7 +66,7 @@ class ExpertLayers:
         assert config.experts is not None
         hidden, num, eps = config.hidden_size, config.experts.num, config.norm_eps
         norm = RMSNorm("scale", hidden, eps, self._ops, self._build.placement, factor=hidden**-0.5)
-        proj = Router(hidden, {"proj": num}, False, self._table_product, self._build.placement)
+        proj = Router(hidden, {"proj": num}, False, self._table_gemm, self._build.placement)
         router = NormedRouter(norm, proj, ExpertScales(num, self._build.placement))
         experts = self._experts(hidden, config.experts, config.activation, GATED)
         first, second, third = (self._build.rms_norm(name, hidden, eps) for name in SIDE_NORMS)

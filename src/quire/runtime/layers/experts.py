@@ -104,7 +104,7 @@ class SeparateExperts(nn.ModuleDict):
         self.own, self._total = range(min(experts), max(experts) + 1), total
 
     @property
-    def products(self) -> dict[str, tuple[Linear, ...]]:
+    def gemms(self) -> dict[str, tuple[Linear, ...]]:
         """The linear layers of every expert, by the name of the gemm."""
         mlps = self._mlps
         return {mlps[0].first_name: tuple(e.first for e in mlps), "down_proj": tuple(e.down_proj for e in mlps)}
@@ -183,7 +183,7 @@ class SeparateExperts(nn.ModuleDict):
         weights = ExpertWeights(
             gate_up, down, experts.num_used, experts.is_normalized, experts.scale, clamp_of(experts),
             mlp.activation, factors, (experts.num_groups, experts.groups_used), score_bias, self.own.start,
-            tuple(map(_slots_of, self.products.values())), mlp.is_gated,
+            tuple(map(_slots_of, self.gemms.values())), mlp.is_gated,
         )  # fmt: skip
         mixed, group = x.writer.mix(x, logits, weights, shared), self._total.group
         return mixed if group is None else cast("Symbol", all_reduce(group, mixed))

@@ -28,7 +28,7 @@ from quire.kernels.triton.gemv_w4 import gemv_w4, takes_gemv
 from quire.kernels.triton.launch import INTERPRETED, has_gluon
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.quantize import quantize_rows
-from quire.runtime.layers.product import FusedMultiply, Multiply
+from quire.runtime.layers.gemm import FusedMultiply, Multiply
 from quire.runtime.layers.skinny_fp8 import ScaledMultiply
 from quire.runtime.quantization.activations import ActivationScheme, rounding
 from quire.runtime.quantization.float8_weight import Float8Weight
@@ -55,18 +55,18 @@ class W8Multiply(FusedMultiply):
     rounds: int | None = None  # quantize rows to float8 with a scale per so many inputs; a single row stays as given
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
-        return self._product(x)
+        return self._gemm(x)
 
     def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
-        return self._product(self._normed(x, norm, pending))
+        return self._gemm(self._normed(x, norm, pending))
 
     def gated(self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None) -> Tensor:
-        return self._product(self._normed(x, norm, pending), activation=activation)
+        return self._gemm(self._normed(x, norm, pending), activation=activation)
 
     def add_to(self, target: Tensor, x: Tensor) -> None:
-        self._product(x, residual=target)
+        self._gemm(x, residual=target)
 
-    def _product(self, x: Tensor, *, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+    def _gemm(self, x: Tensor, *, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
         dtype, scale = x.dtype, None
         if self.columns is not None:
             x = x.index_select(1, self.columns)
@@ -102,7 +102,7 @@ class W4Multiply(FusedMultiply):
         return self.weight if self.columns is None else None
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
-        return self._product(x)
+        return self._gemm(x)
 
     def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
         return self._after_norm(x, norm, pending)
@@ -111,16 +111,16 @@ class W4Multiply(FusedMultiply):
         return self._after_norm(x, norm, pending, activation)
 
     def add_to(self, target: Tensor, x: Tensor) -> None:
-        self._product(x, residual=target)
+        self._gemm(x, residual=target)
 
     def _after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None, activation: str | None = None) -> Tensor:
         is_one = len(x) == 1 and pending is None and self.columns is None and norm.weight.dtype == x.dtype
         if is_one and takes_gemv(x, self.weight, activation):
-            return self._product(x, activation=activation, norm=norm)
+            return self._gemm(x, activation=activation, norm=norm)
         normed = _normed(x, norm, pending, dependent=len(x) >= self.dependent_rows)
-        return self._product(normed, activation=activation)
+        return self._gemm(normed, activation=activation)
 
-    def _product(
+    def _gemm(
         self, x: Tensor, *, activation: str | None = None, residual: Tensor | None = None, norm: Norm | None = None
     ) -> Tensor:
         if self.columns is not None:

@@ -18,7 +18,7 @@ from quire.kernels.triton.activation import gate
 from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
 from quire.kernels.triton.gemm_skinny_plan import own_rows
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
-from quire.runtime.layers.product import BaseProduct, FusedMultiply, Multiply
+from quire.runtime.layers.gemm import BaseGemm, FusedMultiply, Multiply
 from quire.runtime.layers.quantized_multiply import QuantizedPacker
 from quire.runtime.quantization.weight import QuantizedWeight
 
@@ -97,7 +97,7 @@ class TritonMultiply(FusedMultiply):
         return torch.mm(x, transposed) if self.bias is None else torch.addmm(self.bias, x, transposed)
 
 
-class TritonProduct(BaseProduct):
+class TritonGemm(BaseGemm):
     """Keeps the weight in its stored form, quantized or not. All weights of a model share one workspace."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:

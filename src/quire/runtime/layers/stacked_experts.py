@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quire.kernels.triton.gemm_w4 import PackedW4
     from quire.kernels.triton.grouped import Routing
     from quire.runtime.layers.expert_adapters import StackedExpertAdapters
-    from quire.runtime.layers.expert_products import AnyStack
+    from quire.runtime.layers.expert_gemms import AnyStack
 
 
 class ExpertLinear(WeightLayer):
@@ -107,7 +107,7 @@ class ExpertLinear(WeightLayer):
     def finish(self) -> None:
         from quire.kernels.triton.grouped import Stack
         from quire.kernels.triton.quantize import quantize_rows
-        from quire.runtime.layers.expert_products import stack_packed
+        from quire.runtime.layers.expert_gemms import stack_packed
 
         weight, bias = self.weight.data, None if self.bias is None else self.bias.data
         self._stack = Stack(weight, None, bias)
@@ -172,7 +172,7 @@ class StackedExperts(nn.Module):
         self._activation, self._ops, self._dependent_rows = activation, ops, dependent_rows
 
     @property
-    def products(self) -> dict[str, tuple[ExpertLinear, ...]]:
+    def gemms(self) -> dict[str, tuple[ExpertLinear, ...]]:
         """The linear layers of all experts, by the name of the gemm."""
         return {"gate_up_proj" if self._is_gated else "up_proj": (self.first,), "down_proj": (self.down_proj,)}
 
@@ -186,7 +186,7 @@ class StackedExperts(nn.Module):
         rows: Tensor | None = None, factors: Tensor | None = None, score_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         from quire.kernels.triton.grouped import combine, route
-        from quire.runtime.layers.expert_products import multiply, multiply_gated, plan_experts, takes_gated
+        from quire.runtime.layers.expert_gemms import multiply, multiply_gated, plan_experts, takes_gated
 
         up, down, used = self.first.stack, self.down_proj.stack, experts.num_used
         plan = plan_experts(up, down, len(x) * used, experts.num, x)

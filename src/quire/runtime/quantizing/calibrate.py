@@ -13,8 +13,8 @@ from quire.config.model import ModelConfig
 from quire.runtime.attention.backend import ChunkSpan, LayerCache
 from quire.runtime.attention.reference import ReferenceAttention
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.gemm import Multiply
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.product import Multiply
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.layers.weights import WeightLayer, weight_layers

@@ -204,7 +204,7 @@ def test_every_family_is_traced_or_runs_layer_by_layer(family: str, tmp_path: Pa
 
 def test_a_vector_is_read_once() -> None:
     writer = RowWriter(8, torch.float32, torch.device("cpu"))
-    symbol = writer._new("product", 16)
+    symbol = writer._new("gemv", 16)
     writer._read(symbol)
     with pytest.raises(Untraceable, match="read twice"):
         writer._read(symbol)
@@ -214,11 +214,11 @@ def test_the_stream_is_not_changed_while_something_computed_of_it_waits() -> Non
     writer = RowWriter(8, torch.float32, torch.device("cpu"))
     square: Any = SimpleNamespace(row_weight=torch.zeros(8, 8), bias=None)
     first = writer.multiply(writer.stream, square)
-    writer.add_product(writer.stream, first, square)
+    writer.add_gemv(writer.stream, first, square)
     first, second = writer.multiply(writer.stream, square), writer.multiply(writer.stream, square)
     assert first.vector is not second.vector
     with pytest.raises(Untraceable, match="the stream is changed while a vector"):
-        writer.add_product(writer.stream, first, square)
+        writer.add_gemv(writer.stream, first, square)
 
 
 def test_a_symbol_refuses_what_is_no_phase() -> None:

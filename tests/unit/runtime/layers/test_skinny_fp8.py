@@ -18,7 +18,7 @@ from quire.kernels.reference.elementwise import rms_norm
 from quire.kernels.reference.gemm import gemm as reference_gemm
 from quire.kernels.triton import gemm_scaled_hopper
 from quire.runtime.layers import skinny_fp8
-from quire.runtime.layers.skinny_fp8 import Float8Product, Rows, ScaledMultiply
+from quire.runtime.layers.skinny_fp8 import Float8Gemm, Rows, ScaledMultiply
 from quire.runtime.quantization.fp8 import ScaledRows, rounded
 from triton_cases import DEVICE, ON_GPU, rand
 
@@ -31,7 +31,7 @@ def packed(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, biased: bool)
     monkeypatch.setattr(skinny_fp8, "own_rows", lambda *_: FEW)
     weight = rand(OUTPUTS, INPUTS, dtype=dtype, scale=INPUTS**-0.5)
     bias = rand(OUTPUTS, dtype=dtype, seed=1) if biased else None
-    made = Float8Product(dtype, DEVICE, dependent_rows=sys.maxsize).pack(weight, bias)
+    made = Float8Gemm(dtype, DEVICE, dependent_rows=sys.maxsize).pack(weight, bias)
     assert isinstance(made, ScaledMultiply)
     torch.testing.assert_close(made.weight.values(dtype), rounded(weight))
     return made
@@ -74,7 +74,7 @@ def test_every_way_is_the_plain_formula_over_rounded_numbers(
 @pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
 def test_the_gate_hands_its_rows_to_the_next_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up = packed(monkeypatch, torch.float32, biased=True)
-    product = Float8Product(torch.float32, DEVICE, dependent_rows=sys.maxsize)
+    product = Float8Gemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
     down = product.pack(rand(INPUTS, OUTPUTS // 2, seed=5), None)
     assert isinstance(down, ScaledMultiply)
     x, norm = rand(rows, INPUTS, seed=2), Norm(rand(INPUTS, seed=3), 1e-5)

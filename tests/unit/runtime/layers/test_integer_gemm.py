@@ -17,10 +17,10 @@ from quire.kernels.native.ops import BYTE_ROWS, PackedWeight, read_rows
 from quire.kernels.native.program import ProgramWriter
 from quire.kernels.native.structures import ProgramStep
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.gemm import PartsMultiply
 from quire.runtime.layers.modules import Embedding, TiedHead
-from quire.runtime.layers.native import GatheredMultiply, IntegerProduct, NativeMultiply, PanelProduct, program_weights
-from quire.runtime.layers.product import PartsMultiply
-from quire.runtime.layers.quantizing import choose_quantizing_product
+from quire.runtime.layers.native import GatheredMultiply, IntegerGemm, NativeMultiply, PanelGemm, program_weights
+from quire.runtime.layers.quantizing import choose_quantizing_gemm
 from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.gguf.config import _integer_bytes
 from quire.runtime.loading.gguf.levels import read_levels
@@ -32,7 +32,7 @@ from quire.types.errors import ConfigError
 CPU = torch.device("cpu")
 REFUSAL = why_not_native(torch.float32, CPU)
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
-PANELS = PanelProduct(torch.float32, keeps_weight=False)
+PANELS = PanelGemm(torch.float32, keeps_weight=False)
 
 
 PLACES = {  # of float16 factors in a block, where there are not one or two at its beginning
@@ -62,8 +62,8 @@ def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(
     cpu_weights: CpuWeights, error: float, name: str
 ) -> None:
     weight, x = gguf_weight(name, 48, 512), torch.randn(5, 512)
-    integer = IntegerProduct(PANELS, cpu_weights).pack_quantized(weight, None)
-    exact = PanelProduct(torch.float32, keeps_weight=False).pack_quantized(weight, None)
+    integer = IntegerGemm(PANELS, cpu_weights).pack_quantized(weight, None)
+    exact = PanelGemm(torch.float32, keeps_weight=False).pack_quantized(weight, None)
     assert isinstance(integer, NativeMultiply)
     assert is_int8_format(integer.weight)
     kind = TYPE_BY_NAME[name]
@@ -79,7 +79,7 @@ def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(
 @pytest.mark.parametrize("cpu_weights", ["integer", "integer8", "integer16"])
 def test_rows_that_other_engines_do_not_round_get_16_bits_unless_8_are_asked_for(cpu_weights: CpuWeights) -> None:
     weight = replace(gguf_weight("Q4_1", 48, 64), byte_rows=False)
-    multiply = IntegerProduct(PANELS, cpu_weights).pack_quantized(weight, None)
+    multiply = IntegerGemm(PANELS, cpu_weights).pack_quantized(weight, None)
     assert isinstance(multiply, NativeMultiply)
     assert bool(multiply.weight.format & BYTE_ROWS) == (cpu_weights == "integer8")
 
@@ -91,7 +91,7 @@ def test_weights_whose_rows_are_rounded_in_two_ways_are_not_stacked() -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_weights_that_are_quantized_while_loading_are_multiplied_in_whole_numbers(quantization: Quantization) -> None:
-    product = choose_quantizing_product(quantization, torch.float32, CPU, triton=False, cpu_weights="integer")
+    product = choose_quantizing_gemm(quantization, torch.float32, CPU, triton=False, cpu_weights="integer")
     weight, x = torch.randn(48, 64), torch.randn(5, 64)
     multiply = product.pack(weight, None)
     inner = multiply.multiply if isinstance(multiply, RoundedMultiply) else multiply
@@ -106,12 +106,12 @@ def test_weights_that_are_quantized_while_loading_are_multiplied_in_whole_number
 def test_weights_take_the_memory_that_is_planned_for_them(first: str, second: str | None) -> None:
     """Random levels have all values that there are; a layer has weights of one type or of two."""
     names = [first] if second is None else [first, second]
-    held = held_parts(IntegerProduct(PANELS), [gguf_weight(name, 32, 512) for name in names])
+    held = held_parts(IntegerGemm(PANELS), [gguf_weight(name, 32, 512) for name in names])
     planned = sum(_integer_bytes((32, 512), LEVEL_FORMS[name]) for name in names)
     assert sum(each.data.nbytes for each in held) == planned
 
 
-def held_parts(product: IntegerProduct, weights: list[LevelWeight]) -> list[PackedWeight]:
+def held_parts(product: IntegerGemm, weights: list[LevelWeight]) -> list[PackedWeight]:
     multiply = product.pack_parts([(weight, None) for weight in weights])
     linears = program_weights(multiply)
     assert linears is not None
@@ -121,7 +121,7 @@ def held_parts(product: IntegerProduct, weights: list[LevelWeight]) -> list[Pack
 @pytest.mark.parametrize("names", [("Q4_K", "Q4_K", "Q6_K"), ("Q2_K", "Q3_K", "Q3_K"), ("Q5_0", "Q8_0", "Q5_0")])
 def test_parts_of_different_types_are_each_held_and_multiplied_as_stored(names: tuple[str, ...]) -> None:
     """Neighbours of one type are one weight; every output has the bits that its part alone has."""
-    product, x = IntegerProduct(PANELS), torch.randn(5, 512)
+    product, x = IntegerGemm(PANELS), torch.randn(5, 512)
     sizes = zip(names, (48, 32, 40), strict=True)
     parts = [(gguf_weight(name, outputs, 512), torch.randn(outputs)) for name, outputs in sizes]
     multiply = product.pack_parts(parts)
@@ -132,7 +132,7 @@ def test_parts_of_different_types_are_each_held_and_multiplied_as_stored(names: 
 
 
 def test_parts_of_one_type_are_one_weight() -> None:
-    product, x = IntegerProduct(PANELS), torch.randn(5, 512)
+    product, x = IntegerGemm(PANELS), torch.randn(5, 512)
     parts = [(gguf_weight("Q4_K", outputs, 512), torch.randn(outputs)) for outputs in (48, 32, 40)]
     multiply, whole = product.pack_parts(parts), stack([weight for weight, _ in parts])
     assert isinstance(multiply, NativeMultiply)
@@ -144,7 +144,7 @@ def test_parts_of_one_type_are_one_weight() -> None:
 @pytest.mark.parametrize("outputs", [(40, 48), (48, 48)])
 def test_parts_that_other_rules_hold_are_packed_as_one_weight(outputs: tuple[int, int]) -> None:
     """Of one type where the first ends within a panel; with activations that the checkpoint rounds."""
-    product, weights = IntegerProduct(PANELS), [gguf_weight("Q8_0", n, 64) for n in outputs]
+    product, weights = IntegerGemm(PANELS), [gguf_weight("Q8_0", n, 64) for n in outputs]
     rounded = [replace(weight, activations=ActivationScheme("int8")) for weight in weights]
     assert (product.pack_parts([(weight, None) for weight in weights]) is None) == (outputs[0] == 40)
     assert product.pack_parts([(weight, None) for weight in rounded]) is None
@@ -167,7 +167,7 @@ def test_a_layer_of_different_types_runs_inside_a_program() -> None:
 def test_columns_in_another_order_are_multiplied_in_whole_numbers_too() -> None:
     weight, x = gguf_weight("Q4_1", 40, 64), torch.randn(5, 64)
     ordered = replace(weight, columns=torch.randperm(64), byte_rows=False)
-    integer = IntegerProduct(PANELS).pack_quantized(ordered, None)
+    integer = IntegerGemm(PANELS).pack_quantized(ordered, None)
     wanted = x @ ordered.values().t()
     assert float((integer(x) - wanted).norm() / wanted.norm()) < 1e-4
     assert isinstance(integer, GatheredMultiply)
@@ -177,7 +177,7 @@ def test_columns_in_another_order_are_multiplied_in_whole_numbers_too() -> None:
 
 def test_weights_that_say_how_rows_are_rounded_are_multiplied_by_rows_rounded_so() -> None:
     weight, x = replace(gguf_weight("Q8_0", 40, 64), activations=ActivationScheme("int8")), torch.randn(5, 64)
-    integer, exact = (each.pack_quantized(weight, None) for each in (IntegerProduct(PANELS), PANELS))
+    integer, exact = (each.pack_quantized(weight, None) for each in (IntegerGemm(PANELS), PANELS))
     assert float((integer(x) - exact(x)).norm() / exact(x).norm()) < 1e-4
     assert isinstance(integer, RoundedMultiply)
     assert isinstance(integer.multiply, NativeMultiply)
@@ -187,7 +187,7 @@ def test_weights_that_say_how_rows_are_rounded_are_multiplied_by_rows_rounded_so
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q6_K"])
 def test_a_tied_head_and_its_table_share_memory(name: str) -> None:
-    weight, product = gguf_weight(name, 70, 256), IntegerProduct(PanelProduct(torch.float32, keeps_weight=True))
+    weight, product = gguf_weight(name, 70, 256), IntegerGemm(PanelGemm(torch.float32, keeps_weight=True))
     table = Embedding("embed", 70, 256, product, Placement(torch.float32, CPU))
     assert table.load_quantized("embed.weight", weight)
     first, second = TiedHead(table, product), TiedHead(table, product)
@@ -203,7 +203,7 @@ def test_a_tied_head_and_its_table_share_memory(name: str) -> None:
 
 
 def test_a_table_without_a_head_takes_the_bits_of_its_levels_too() -> None:
-    weight, product = gguf_weight("Q4_K", 70, 256), IntegerProduct(PanelProduct(torch.float32, keeps_weight=True))
+    weight, product = gguf_weight("Q4_K", 70, 256), IntegerGemm(PanelGemm(torch.float32, keeps_weight=True))
     table = Embedding("embed", 70, 256, product, Placement(torch.float32, CPU))
     assert table.load_quantized("embed.weight", weight)
     table.finish()

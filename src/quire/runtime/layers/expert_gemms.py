@@ -79,7 +79,7 @@ def multiply(
             (len(stack.data), stack.outputs, stack.inputs), stack.bias, routing, tiling, num_used=num_used,
             activation=activation, clamp=clamp, dependent=dependent,
         )  # fmt: skip
-    assert activation is None, "a gated product of codes leaves its results in places: see multiply_gated"
+    assert activation is None, "a gated gemm of codes leaves its results in places: see multiply_gated"
     placed = place_rows(x, routing, tiling.block_m, num_used=num_used, dependent=dependent)
     out = coded_gemm(placed, stack, routing, dependent=dependent)
     assert isinstance(out, Tensor)

@@ -1,6 +1,6 @@
 """The gemm of a linear layer: how a weight is held and multiplied by, chosen once by device, dtype and CPU features.
 
-A Product packs a loaded weight and returns a Multiply, a function that owns the packed weight and multiplies by it.
+A Gemm packs a loaded weight and returns a Multiply, a function that owns the packed weight and multiplies by it.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class RowMultiply(FusedMultiply):
         return x.writer.multiply(x, self._of, norm=norm, activation=activation)
 
     def add_to(self, target: Any, x: Any) -> None:
-        x.writer.add_product(target, x, self._of)
+        x.writer.add_gemv(target, x, self._of)
 
 
-class Product(Protocol):
+class Gemm(Protocol):
     """Packs weights for one kind of gemm. `held` is the dtype in which weights are loaded; their values are always
     rounded to the run dtype."""
 
@@ -119,7 +119,7 @@ class PartsMultiply:
         return whole if self.order is None else whole.index_select(1, self.order)
 
 
-class BaseProduct(ABC):
+class BaseGemm(ABC):
     """Base of gemms without kernels for quantized weights: these are dequantized when they are packed."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -138,11 +138,11 @@ class BaseProduct(ABC):
         return None
 
 
-class DenseProduct(BaseProduct):
+class DenseGemm(BaseGemm):
     """torch's gemm on the weight in its plain layout."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
-        transposed = weight.t()  # [in, out], a view: one dispatch less per product than F.linear
+        transposed = weight.t()  # [in, out], a view: one dispatch less per call than F.linear
 
         def multiply(x: Tensor) -> Tensor:
             return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
@@ -150,32 +150,32 @@ class DenseProduct(BaseProduct):
         return multiply
 
 
-class PackedProduct(BaseProduct):
+class PackedGemm(BaseGemm):
     """oneDNN's blocked gemm (AMX, AVX-512). The weight is reordered once and the plain copy is dropped."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        product = torch.ops.mkldnn._linear_pointwise.default
+        linear = torch.ops.mkldnn._linear_pointwise.default
 
         def multiply(x: Tensor) -> Tensor:
-            return product(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+            return linear(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
 
         return multiply
 
 
-class UpcastProduct(BaseProduct):
+class UpcastGemm(BaseGemm):
     """For CPUs without instructions for the run dtype: weights are held and multiplied in float32, results are in the
     run dtype."""
 
-    def __init__(self, dtype: torch.dtype, wide: Product) -> None:
+    def __init__(self, dtype: torch.dtype, wide: Gemm) -> None:
         super().__init__(torch.float32)
         self._dtype, self._wide = dtype, wide
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
-        dtype, product = self._dtype, self._wide.pack(weight, bias)
+        dtype, wide_multiply = self._dtype, self._wide.pack(weight, bias)
 
         def multiply(x: Tensor) -> Tensor:
-            return product(x.float()).to(dtype)
+            return wide_multiply(x.float()).to(dtype)
 
         return multiply
 

@@ -10,7 +10,7 @@ from quire.kernels.cuda.coded_experts import CodedStack
 from quire.kernels.triton.gemm_w4 import PackedW4, pack_w4
 from quire.kernels.triton.grouped import Stack, choose_grouped_tilings
 from quire.kernels.triton.grouped_w4 import W4Stack
-from quire.runtime.layers.expert_products import plan_experts, stack_packed, takes_gated
+from quire.runtime.layers.expert_gemms import plan_experts, stack_packed, takes_gated
 
 BF16 = torch.bfloat16
 PLAIN = Stack(torch.zeros(32, 8, 8), None)

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
 from quire.runtime.layers import quantized_multiply, skinny_fp8
-from quire.runtime.layers.product import FusedMultiply
+from quire.runtime.layers.gemm import FusedMultiply
 from quire.runtime.layers.quantized_multiply import W4Multiply, W8Multiply
-from quire.runtime.layers.skinny import TritonProduct
+from quire.runtime.layers.skinny import TritonGemm
 from quire.runtime.layers.skinny_fp8 import ScaledMultiply
 from quire.runtime.quantization.activations import ActivationScheme
 from quire.runtime.quantization.float8_weight import Float8Weight
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[QuantizedWeight, type]] = {
 
 
 def packed(weight: QuantizedWeight) -> FusedMultiply:
-    product = TritonProduct(torch.float32, DEVICE, dependent_rows=sys.maxsize)
+    product = TritonGemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
     assert product.keeps(weight)
     made = product.pack_quantized(weight.to(DEVICE), None)
     assert isinstance(made, FusedMultiply)
@@ -98,7 +98,7 @@ def test_scales_that_are_powers_of_two_are_made_before_the_product() -> None:
     """Kernels know no such scales."""
     scheme = ActivationScheme("fp8", group=64, powers=True)
     weight = blocks(scheme)
-    product = TritonProduct(torch.float32, DEVICE, dependent_rows=sys.maxsize)
+    product = TritonGemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
     assert product.keeps(weight)
     x = rand(3, INPUTS, seed=2)
     found = product.pack_quantized(weight.to(DEVICE), None)(x)
@@ -108,7 +108,7 @@ def test_scales_that_are_powers_of_two_are_made_before_the_product() -> None:
 
 def test_groups_of_no_kernel_are_expanded() -> None:
     weight = quantize_int4(rand(16, 40, scale=0.1))
-    product = TritonProduct(torch.float32, DEVICE, dependent_rows=sys.maxsize)
+    product = TritonGemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
     assert weight.group == 8
     assert not product.keeps(weight)
     x = rand(2, 40)
