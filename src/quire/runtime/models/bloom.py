@@ -64,7 +64,8 @@ class Bloom(BaseModel):
         self.assemble(self.transformer.word_embeddings, self.transformer.h, self.transformer.ln_f, self.lm_head)
 
     def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
-        return self.transformer.word_embeddings_layernorm(super().embed(vectors, step))
+        normed: Tensor = self.transformer.word_embeddings_layernorm(super().embed(vectors, step))
+        return normed
 
 
 def read_bloom(config: Fields) -> ModelConfig:
