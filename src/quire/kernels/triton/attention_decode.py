@@ -119,11 +119,10 @@ def _launch(
 @triton.jit
 def _split_attention(
     query, out, keys, values, key_scales, value_scales, tables, programs, units, arrivals, parts, extremes,
-    members, spans, prefix_out, prefix_log_sums, sinks, slopes,
-    query_stride, out_stride, table_stride, factor, cap, value_scale,
-    RECORD: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr,  # of a block
-    HEAD_STRIDE: tl.constexpr, UNIT: tl.constexpr, INT4_GROUP: tl.constexpr,
+    members, spans, prefix_out, prefix_log_sums, sinks, slopes, query_stride, out_stride, table_stride, factor, cap,
+    value_scale, RECORD: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
+    ROWS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, UNIT: tl.constexpr, INT4_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SWAP_AB: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -142,21 +141,18 @@ def _split_attention(
     await_inputs(DEPENDENT)
     while left > 0:
         tiles = tl.cdiv(high - base_of(low, BLOCK_N, BLOCK_SIZE), BLOCK_N)
-        head = offset // tiles
-        first = offset - head * tiles
+        head, first = offset // tiles, offset % tiles
         count = tl.minimum(tiles - first, left)
         q = load_queries(query, unit, head, members, spans, query_stride, GROUP, BLOCK_M, DIM, DIM_PAD).to(COMPUTE)
         inside, table = head * HEAD_STRIDE, tables + row.to(tl.int64) * table_stride
-        of_keys, of_values = key_scales, value_scales
+        of_keys, of_values, own = key_scales, value_scales, slopes
         if key_scales is not None:
             of_keys = scales_of_head(key_scales, head, HEAD_STRIDE, INT4_GROUP)
             of_values = scales_of_head(value_scales, head, HEAD_STRIDE, INT4_GROUP)
-        own_slopes = slopes
         if slopes is not None:
-            own_slopes = load_slopes(slopes, head, GROUP, BLOCK_M)
+            own = load_slopes(slopes, head, GROUP, BLOCK_M)
         acc, top, total = _attend(
-            q, keys + inside, values + inside, of_keys, of_values, table, low, high, first, count, factor, cap,
-            own_slopes,
+            q, keys + inside, values + inside, of_keys, of_values, table, low, high, first, count, factor, cap, own,
             BLOCK_N, BLOCK_SIZE, STRIDE, DIM, UNIT, INT4_GROUP, PRECISION, SWAP_AB,
         )  # fmt: skip
         if count == tiles:
