@@ -350,12 +350,7 @@ class PrefixReuse:
     def publish_last(self, sequence: Sequence, row: int) -> None:
         """Publish the computed full blocks of a sequence that has ended and released `row`; its table is freed next.
         Its copies of blocks that are already cached are released."""
-        tree = self._tree
-        if tree is not None:
-            num_tokens = min(sequence.num_computed, sequence.num_tokens)
-            if num_tokens // self._block_size > sequence.table.num_cached:
-                tokens = sequence.group.prompt + self._rows.output_bytes(row)
-                self._publisher.publish_tokens(tree, sequence, tokens, num_tokens, leaving=True, with_group=False)
+        self._publisher.publish_last(sequence, row)
 
     def publish_group(self, group: Group, *, leaving: bool = False) -> None:
         """Publish the full blocks of all introduced sequences of a group, which may share blocks, as far as their

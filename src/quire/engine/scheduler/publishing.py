@@ -232,6 +232,13 @@ class Publisher:
                 self.publish_tokens(self._tree, sequence, tokens, num_tokens, leaving=leaving, with_group=with_group)
                 self.live.refresh(sequence)
 
+    def publish_last(self, sequence: Sequence, row: int) -> None:
+        """See PrefixReuse.publish_last."""
+        tree, num_tokens = self._tree, min(sequence.num_computed, sequence.num_tokens)
+        if tree is not None and num_tokens // self._block_size > sequence.table.num_cached:
+            tokens = sequence.group.prompt + self._rows.output_bytes(row)
+            self.publish_tokens(tree, sequence, tokens, num_tokens, leaving=True, with_group=False)
+
     def publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
         """Publish the blocks of running sequences that could extend a match, within the first `limit` tokens. Returns
         whether any was published."""
