@@ -69,7 +69,8 @@ def read_vision(config: Fields, hidden_size: int, *, is_gated: bool) -> Vision:
         window, full = tower.integer("window_size", 112), _read_blocks(tower, "fullatt_block_indexes", (7, 15, 23, 31))
         if window < vision.grid.unit or window % vision.grid.unit:
             raise tower.refuse("window_size", f"must be a multiple of {vision.grid.unit}, is {window}")
-    return replace(vision, window=window, full_blocks=full, is_gated=is_gated)
+    activation = "silu" if is_gated else "quick_gelu"
+    return replace(vision, window=window, full_blocks=full, is_gated=is_gated, activation=activation)
 
 
 def read_qwen3_vision(config: Fields, hidden_size: int, *, num_layers: int = 0, token: int = _IMAGE_TOKEN) -> Vision:
@@ -90,7 +91,7 @@ def read_qwen3_vision(config: Fields, hidden_size: int, *, num_layers: int = 0, 
     if len(deep) >= max(num_layers, 1):
         reason = f"are {len(deep)} blocks, only {max(num_layers, 1) - 1} are supported by the decoder's layers"
         raise tower.refuse("deepstack_visual_indexes", reason)
-    return replace(vision, is_gated=False, table_side=side, deep=deep)
+    return replace(vision, is_gated=False, activation="gelu_tanh", table_side=side, deep=deep)
 
 
 def vision_fields(config: Fields) -> Fields:
