@@ -199,6 +199,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "qwen2"}, "tie_word_embeddings": False,
         "image_token_index": 10, "vision_config": SIGLIP, "image_grid_pinpoints": [[28, 28], [56, 28]],
     },
+    "internvl": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "qwen2"}, "tie_word_embeddings": False,
+        "image_token_id": 10, "vision_config": {
+            "model_type": "internvl_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
+        },
+    },
+    "cohere2_vision": {
+        **dict.fromkeys(COMMON, ...), "tie_word_embeddings": True, "image_token_id": 10,
+        "text_config": {**COMMON, "model_type": "cohere2", "logit_scale": 0.5, "sliding_window": 9, "pad_token_id": 0},
+        "vision_config": SIGLIP, "alignment_intermediate_size": 24,
+    },
     "smolvlm": SMOL,
     "idefics3": SMOL,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},

@@ -188,6 +188,7 @@ class Vision:
     activation: str = "silu"  # of MLPs: silu or gelu of gated ones; gelu, gelu_tanh or quick_gelu of plain ones
     has_merger: bool = True  # the projector norms patches and merges those of a token
     projector: tuple[float, bool] = (1e-6, False)  # eps of its norm, and whether its linear layers have biases
+    projector_size: int = 0  # outputs of the projector's first layer, if they are not those of the last one
     whole_in_windows: bool = False  # of a grid that `is_whole`: only layers with a window show tokens their whole image
     filler_id: int = 0  # the token whose side inputs image tokens have (`ModelConfig.per_layer_input`)
     has_class: bool = False  # a learned vector is a further patch of each tile
@@ -315,7 +316,7 @@ def image_bytes(
     held = limits.max_kept_tokens + max(grid.max_tokens, limits.max_encoded_tokens) + 3 * joined
     vectors = held * hidden_size * (1 + len(vision.deep)) * weight_bytes
     taken = largest * size * len(vision.taken)  # outputs of blocks, held and joined for the projector
-    projected = (2 * taken + 3 * largest // vision.merge**2 * hidden_size) * weight_bytes
+    projected = (2 * taken + 3 * largest // vision.merge**2 * (hidden_size + vision.projector_size)) * weight_bytes
     return max(largest * (numbers * weight_bytes + floats * 4) + taken * weight_bytes, projected, seen) + vectors
 
 

@@ -20,7 +20,7 @@ from quire.runtime.models.decoder import (
     read_qwen3,
 )
 from quire.runtime.models.family import text_model_name
-from quire.runtime.models.mixture import QwenMoeBlock, read_qwen3_moe
+from quire.runtime.models.mixture import read_qwen3_moe
 
 _SIZES = {"vocab_size": 32_000, "hidden_size": 4_096, "intermediate_size": 11_008, "num_hidden_layers": 32,
           "num_attention_heads": 32}  # fmt: skip
@@ -58,12 +58,6 @@ class VisionDecoder(Decoder):
     @property
     def tower(self) -> VisionTower | None:
         return self.vision_tower
-
-
-class ExpertBlocks:
-    """Mixed into a `VisionDecoder` whose text model is a mixture of experts."""
-
-    block = QwenMoeBlock
 
 
 def read_text(config: Fields, name: str, kind: str, known: tuple[str, ...], vision: Vision) -> ModelConfig:

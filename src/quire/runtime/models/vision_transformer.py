@@ -10,7 +10,15 @@ from quire.config.vision import Vision
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.layer_norm import LayerNorm
 from quire.runtime.layers.modules import RMSNorm
-from quire.runtime.layers.vision import Part, PlainVisionMLP, TileTower, VisionAttention, attend_within, cut_patches
+from quire.runtime.layers.vision import (
+    Part,
+    PlainVisionMLP,
+    TileTower,
+    VisionAttention,
+    attend_within,
+    cut_patches,
+    patch_places,
+)
 from quire.runtime.layers.vision_weights import NamedTensor
 from quire.runtime.layers.weights import WeightLayer
 
@@ -86,8 +94,12 @@ class VisionTransformer(TileTower):
 
     @property
     def positions(self) -> Tensor:  # [patches of a tile, size]
-        """The learned positions of a tile's patches, row by row, after that of the class if there is one."""
-        return self.table.weight.flatten(0, -2)
+        """The learned positions of a tile's patches, in the order of `cut_patches`, after that of the class if there is
+        one."""
+        table, vision = self.table.weight.flatten(0, -2), self.vision
+        row, column = patch_places(vision.grid.fixed, vision.grid.fixed, vision.merge, table.device).unbind(1)
+        places = row * vision.table_side + column + vision.has_class
+        return torch.cat((table[: vision.has_class], table[places]))
 
     def embed_tiles(self, tiles: Tensor, positions: Tensor) -> Tensor:  # [tiles, patches, size]
         """Return the vectors of patches with positions [patches of a tile, size], after that of the class."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.config.tiling import Tiling, num_tiles
+from quire.config.tiling import Tiling, canvas_of, canvases_of, num_tiles
 from quire.config.vision import ImageGrid, ImageLimits
 from quire.serving.vision.image_reader import ImageReader, place_images
 from quire.serving.vision.replacements import with_replacements
@@ -75,11 +75,12 @@ def pictures() -> list[Any]:
     return [*(noise(*size) for size in PICTURES), *(plain.convert(mode) for mode in MODES)]
 
 
-def check_pixels(found: bytes, wanted: Any, side: int, mean: float, std: float) -> None:
-    """Compare the tiles of a picture with those of transformers [tiles, 3, height, width], cut to whole patches."""
+def check_pixels(found: bytes, wanted: Any, side: int, mean: float, std: float, off: int = 0) -> None:
+    """Compare the tiles of a picture with those of transformers [tiles, 3, height, width], cut to whole patches. `off`:
+    by how much a pixel of 0 to 255 may differ."""
     tiles = np.frombuffer(found, np.uint8).reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
     normalized = (tiles.astype(np.float32) / 255 - mean) / std
-    np.testing.assert_allclose(normalized, np.asarray(wanted)[..., :side, :side], rtol=0, atol=4e-6)
+    np.testing.assert_allclose(normalized, np.asarray(wanted)[..., :side, :side], rtol=0, atol=4e-6 + off / 255 / std)
 
 
 NORMAL: Any = {"image_mean": [0.25, 0.25, 0.25], "image_std": [0.5, 0.5, 0.5]}
@@ -142,6 +143,47 @@ def test_several_pictures_of_llava_onevision_are_made_square() -> None:
         (single,) = shown_together((image,))
         assert single.num_tokens == grid.newline_tokens(single.size)
         assert single.key != together.key
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 12), (1, 1), (2, 5)])
+def test_tiles_are_those_of_internvl(least: int, most: int) -> None:
+    processing = pytest.importorskip("transformers.models.got_ocr2.image_processing_pil_got_ocr2")
+    made = processing.GotOcr2ImageProcessorPil(
+        size={"height": 24, "width": 24}, crop_to_patches=True, min_patches=least, max_patches=most, **NORMAL
+    )
+    grid = ImageGrid(9, 8, fixed=3, tiling=Tiling("ratio", 24, canvases=canvases_of(least, most)))
+    for image in pictures():
+        wanted = made(images=image, return_tensors="np")
+        found = ImageReader(ImageLimits(grid)).prepare("image", image)
+        assert [found.rows] == wanted["num_patches"].tolist() == [num_shown(image.size[::-1], grid)]
+        assert found.num_tokens == 9 * found.rows <= grid.max_tokens
+        assert grid.fits(found)
+        check_pixels(found.pixels, wanted["pixel_values"], 24, 0.25, 0.5)
+    sizes = [(height, width) for height in range(1, 100, 7) for width in range(1, 100, 6)]
+    for height, width in sizes:
+        columns, rows = processing.get_optimal_tiled_canvas((height, width), (24, 24), least, most)
+        assert grid.tiling is not None
+        assert canvas_of(height, width, grid.tiling) == (rows, columns)
+
+
+def test_tiles_are_those_of_command_a_vision() -> None:
+    """transformers resizes by torchvision here, whose pixels differ by one at most from those of Pillow."""
+    processing = pytest.importorskip("transformers.models.cohere2_vision.image_processing_cohere2_vision")
+    grid = ImageGrid(9, 8, fixed=3, tiling=Tiling("scale", 24, canvases=canvases_of(1, 6)), row_ends=(8, 8))
+    assert grid.tiling is not None
+    for height, width in [(height, width) for height in range(1, 100, 7) for width in range(1, 100, 6)]:
+        columns, rows = processing.get_optimal_tiled_canvas((height, width), (24, 24), 1, 6)
+        assert canvas_of(height, width, grid.tiling) == (rows, columns)
+    for image in pictures():
+        found = ImageReader(ImageLimits(grid)).prepare("image", image)
+        assert found.num_tokens == 10 * num_shown(image.size[::-1], grid) <= grid.max_tokens
+        assert grid.fits(found)
+    pytest.importorskip("torchvision")
+    made = processing.Cohere2VisionImageProcessor(size={"height": 24, "width": 24}, max_patches=6, **NORMAL)
+    for image in pictures():
+        found, wanted = ImageReader(ImageLimits(grid)).prepare("image", image), made(images=image, return_tensors="pt")
+        assert [found.rows] == wanted["num_patches"]
+        check_pixels(found.pixels, wanted["pixel_values"], 24, 0.25, 0.5, off=1)
 
 
 @pytest.mark.parametrize("kind", ["crops", "pads", "stretches"])
