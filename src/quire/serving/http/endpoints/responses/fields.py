@@ -9,7 +9,7 @@ from typing import Any
 from quire.serving.http.endpoints.responses.input_items import InputItems
 from quire.serving.http.fields import LABELS, LENGTH, MODEL, NAMES, SAMPLING, TEMPLATE, Field, not_supported
 from quire.serving.http.validators.structure import ResponseFormat
-from quire.serving.http.validators.tools import CHOICES, Tools, check_name
+from quire.serving.http.validators.tools import CHOICES, TOOL_NAME, Tools, check_name
 from quire.serving.http.validators.values import (
     MAX_KEY_CHARACTERS,
     Bounds,
@@ -110,7 +110,7 @@ class FunctionChoice:
         return value
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
-        name = {"type": "string", "pattern": r"^[A-Za-z0-9_.\-]{1,64}$"}
+        name = {"type": "string", "pattern": TOOL_NAME}
         members: Schema = {"type": {"const": "function"}, "name": name}
         function: Schema = {"type": "object", "properties": members, "required": list(members)}
         allowed: Schema = {
