@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.gpu.floor import BANDWIDTH, BF16_RATE
 from quire.kernels.clamp import Clamp
 from quire.kernels.triton.gauge import graph_us
-from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, grouped_product, route
+from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, grouped_gemm, route
 
 CUDA = torch.device("cuda", 0)
 TOKENS = (1, 8, 64, 192, 512, 1024, 2048, 8192)
@@ -62,8 +62,8 @@ class Layer:
         first, second = choose_grouped_tilings(pairs, shape.num, x.element_size(), CUDA)
         routing = route(torch.randn(tokens, shape.num, device=CUDA), shape.used, first, is_normalized=True)
         options = {"num_used": shape.used, "activation": "silu", "clamp": shape.clamp}
-        up = partial(grouped_product, x, self._gate_up, routing, first, **options)  # type: ignore[arg-type]
-        down = partial(grouped_product, up(), self._down, routing, second, num_used=1)
+        up = partial(grouped_gemm, x, self._gate_up, routing, first, **options)  # type: ignore[arg-type]
+        down = partial(grouped_gemm, up(), self._down, routing, second, num_used=1)
         used = len(set(routing.chosen.flatten().tolist()))
         return [graph_us([up]), graph_us([down])], self._floors(pairs, used)
 

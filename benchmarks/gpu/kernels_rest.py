@@ -23,7 +23,7 @@ import triton
 
 from benchmarks.gpu import rest_layers, rest_levels, rest_products, rest_small
 from benchmarks.gpu.kernel_timing import Case, measure
-from quire.kernels.triton.products import Workspace
+from quire.kernels.triton.gemm_skinny import Workspace
 
 LARGEST_ERROR = 0.02  # of bf16 results; float8 outputs and activations are within LARGEST_FLOAT8_ERROR
 LARGEST_FLOAT8_ERROR = 0.05
@@ -137,7 +137,7 @@ def _measure_layers(
 
 
 def _tune(options: argparse.Namespace, workspace: Workspace) -> list[dict[str, object]]:
-    """Print the best tile sizes as entries of `products_plan.MEASURED`."""
+    """Print the best tile sizes as entries of `gemm_skinny_plan.MEASURED`."""
     found: list[dict[str, object]] = []
     for trial in rest_products.tune(workspace, tuple(options.rows), tuple(options.kinds)):
         key = trial.layer.shape(trial.rows, trial.kind)

@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu.kernel_timing import Case
 from quire.kernels.triton.gauge import graph_us
 from quire.kernels.triton.gauge_cases import Sizes
-from quire.kernels.triton.product_trials import BYTES, Kind, Layer, Operands
-from quire.kernels.triton.products import Workspace
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_trials import BYTES, Kind, Layer, Operands
 from quire.kernels.triton.tuning import Trial, run_trial
 
 CUDA = torch.device("cuda")

@@ -96,7 +96,7 @@ def random_combination(seed: int, model: ModelConfig) -> Combination:
         "budget": max(rows, rng.choice([5, 7, 16, 33, 64, 512])),
         "depth": rng.randint(1, 3),
     }
-    if not made.is_staged and rng.random() < 0.4:
+    if rng.random() < 0.4:
         made.others["tiers"] = TierConfig(host_blocks=rng.choice([8, 64, 400]))
     made.speculation = None if made.is_staged else _random_speculation(rng, is_recurrent=model.recurrent is not None)
     made.has_adapter = "quantization" not in made.numeric and model.vision is None and rng.random() < 0.3

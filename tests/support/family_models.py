@@ -275,6 +275,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_groups": 2, "hybrid_override_pattern": "ME*-E", "time_step_min": 1e-9, "pad_token_id": 0,
         **SIGMOIDS, "moe_shared_expert_intermediate_size": 48,
     },
+    "nemotron_h-latents": {  # like Nemotron 3 Super: experts of latents
+        "num_hidden_layers": ..., "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 2, "hybrid_override_pattern": "ME*E", "time_step_min": 1e-9, "pad_token_id": 0,
+        **SIGMOIDS, "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 32,
+    },
+    "opt-350m": {  # like OPT-350m: norms after the residual additions, projected embeddings
+        "num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 48,
+        "do_layer_norm_before": False,
+    },
     "cohere-norms": {"logit_scale": 0.5, "use_qk_norm": True, "pad_token_id": 0},  # like Command R+
     "olmo-limit": {"clip_qkv": 0.5, "pad_token_id": 0},  # like OLMo 1.7
     "stablelm-norms": {"qk_layernorm": True, "use_parallel_residual": True},  # like StableLM 2 12B

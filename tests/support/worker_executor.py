@@ -236,7 +236,7 @@ def make_worker(
         return load_model(draft, drafting)
 
     worker.drafter = make_drafter(worker, decoder, model, config, load)
-    worker.tiers = make_tiers(worker.cache, config.cache, triton=builder.backend.kernels == "triton")
+    worker.tiers = make_tiers(worker.cache, config.cache, ranks.place, triton=builder.backend.kernels == "triton")
     return worker
 
 

@@ -367,9 +367,11 @@ def _widest_mixture(hidden: int, experts: Experts) -> int:
     """Return the peak elements per token of a mixture of experts: router logits, the shared expert's output, and the
     sum with either the outputs of all experts of a token or, if experts run one after the other, the rows of one
     expert, to which all tokens may be routed."""
-    at_once = experts.num_used * (experts.size + hidden + 2)
-    one = 3 * experts.size + 3 * hidden
-    return 2 * experts.num + hidden + max(3 * experts.shared_size, hidden + max(at_once, one))
+    width = experts.width(hidden)
+    at_once = experts.num_used * (experts.size + width + 2)
+    one = 3 * experts.size + 3 * width
+    latents = 2 * experts.latent_size
+    return 2 * experts.num + hidden + max(3 * experts.shared_size, hidden + latents + max(at_once, one))
 
 
 def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:

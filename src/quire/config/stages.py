@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from quire.config.engine import EngineConfig
 from quire.config.kv_cache import PLAIN, KVGroups, can_split, lay_out, stored_specs
 from quire.config.memory import state_groups
-from quire.config.model import ModelConfig, StoredLevels, WeightCounts
+from quire.config.model import ModelConfig
 from quire.config.parallel import RankPlace, share_of
 from quire.config.rank_model import largest_rank
+from quire.config.weight_counts import StoredLevels, WeightCounts
 from quire.types.errors import ConfigError
 
 SETTING = "pipeline_parallel_size"
@@ -54,13 +55,13 @@ def _stage_of(model: ModelConfig, layers: range) -> ModelConfig:
     """Return the model of a stage, with an estimate of its weights: its share of those in blocks, plus its embedding
     table and output head."""
     stage = replace(model, stage=(layers.start, layers.stop))
-    table, weights = model.vocab_size * model.hidden_size, model.weights
+    table, weights = model.vocab_size * model.embedding_size, model.weights
     own = table * (stage.is_first_stage + stage.is_last_stage)
     inside = max(weights.parameters - table * (1 if model.tie_word_embeddings else 2), 0)
     scaled = _share(weights, len(layers), model.num_layers)
     scaled = replace(scaled, parameters=own + -(-inside * len(layers) // model.num_layers) if weights.parameters else 0)
     if stage.is_last_stage and weights.adapter_width:  # it has the whole head, which adapters may change
-        scaled = replace(scaled, adapter_width=scaled.adapter_width + model.hidden_size + model.vocab_size)
+        scaled = replace(scaled, adapter_width=scaled.adapter_width + model.embedding_size + model.vocab_size)
     return replace(stage, weights=scaled, rank_weights=None, levels=_share(model.levels, len(layers), model.num_layers))
 
 
@@ -82,10 +83,6 @@ def check_pipeline(config: EngineConfig) -> None:
     if config.speculation is not None and config.speculation.method != "ngram":
         reason = f"{config.speculation.method!r} is not supported with several pipeline stages"
         raise ConfigError("speculative_config.method", reason, f'use "ngram", or set {SETTING} to 1')
-    if config.cache.tiers.host_blocks:
-        raise ConfigError(
-            "host_cache_memory", "tiers are not supported with stages", f"leave it out, or set {SETTING} to 1"
-        )
 
 
 def resolve_pipeline(config: EngineConfig, model: ModelConfig) -> EngineConfig:

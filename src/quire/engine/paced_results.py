@@ -89,7 +89,7 @@ class PacedResults:
         return verified
 
     def _offer_drafts(self, step: InFlightStep, result: StepResult) -> None:
-        """Pass the drafts that the runtime made to the proposers that ordered them."""
+        """Pass the drafts that the runtime made to the proposers that requested them."""
         table = self._scheduler.rows
         for draft in result.drafts:
             sequence = table.sequences[draft.row]

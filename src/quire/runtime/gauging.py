@@ -55,7 +55,7 @@ def measure_kernels(device: torch.device, ceilings: dict[str, float]) -> Iterato
             yield {"name": case.name, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
-def tune_products(
+def tune_gemms(
     device: torch.device, model: ModelConfig, *, float8: bool, report: Callable[[dict[str, Any]], None]
 ) -> str:
     """Try tilings of every gemm of the model, and save the best for later engines. Returns the path of the file."""
@@ -63,8 +63,8 @@ def tune_products(
 
     from quire.kernels.triton.gauge import graph_us
     from quire.kernels.triton.gauge_cases import Sizes
+    from quire.kernels.triton.gemm_skinny import Workspace
     from quire.kernels.triton.launch import has_gluon
-    from quire.kernels.triton.products import Workspace
     from quire.kernels.triton.tuning import found_by, run_trial, tune
 
     numbers = (model.hidden_size, model.intermediate_size)

@@ -19,7 +19,7 @@ from quire.kernels.triton.attention_pairs import arrive, kept, load_queries, uni
 from quire.kernels.triton.attention_scaled import compute_of, head_stride, int4_group, scales_of_head
 from quire.kernels.triton.attention_schedule import PROGRAM_NUMBERS, SplitPlan
 from quire.kernels.triton.attention_split import ask_for_tile, attend_tiles, base_of, leave_part, part_slot, program_of
-from quire.kernels.triton.attention_turned import attend_turned
+from quire.kernels.triton.attention_swap_ab import attend_swap_ab
 from quire.kernels.triton.launch import await_inputs, power_of_two
 
 _MERGE_STAGES = 3  # pipeline stages: parts are loaded ahead of their merge if they are small
@@ -110,7 +110,7 @@ def _launch(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         MERGED=max(1, at_once // (rows_pad * dim_pad)),
         MERGE_STAGES=_MERGE_STAGES if rows_pad * dim_pad <= _MERGED_AT_ONCE else 1, COMPUTE=compute,
-        PRECISION="ieee" if compute == tl.float32 else "tf32", TURNED=config.swap_ab, DEPENDENT=dependent,
+        PRECISION="ieee" if compute == tl.float32 else "tf32", SWAP_AB=config.swap_ab, DEPENDENT=dependent,
         num_warps=config.warps, num_stages=config.stages, maxnreg=registers,
         launch_pdl=dependent,
     )  # fmt: skip
@@ -125,7 +125,7 @@ def _split_attention(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr,  # of a block
     HEAD_STRIDE: tl.constexpr, UNIT: tl.constexpr, INT4_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr, DEPENDENT: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SWAP_AB: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Run one program: its share of all tiles of the step, one (unit, head) pair after the other."""
     me = tl.program_id(0)
@@ -153,7 +153,7 @@ def _split_attention(
             of_values = scales_of_head(value_scales, head, HEAD_STRIDE, INT4_GROUP)
         acc, top, total = _attend(
             q, keys + inside, values + inside, of_keys, of_values, table, low, high, first, count, factor, cap,
-            BLOCK_N, BLOCK_SIZE, STRIDE, DIM, UNIT, INT4_GROUP, PRECISION, TURNED,
+            BLOCK_N, BLOCK_SIZE, STRIDE, DIM, UNIT, INT4_GROUP, PRECISION, SWAP_AB,
         )  # fmt: skip
         if count == tiles:
             write_pair(
@@ -183,10 +183,10 @@ def _split_attention(
 def _attend(
     query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, SWAP_AB: tl.constexpr,
 ):  # fmt: skip
-    if TURNED:
-        acc, top, total = attend_turned(
+    if SWAP_AB:
+        acc, top, total = attend_swap_ab(
             query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
             BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, UNIT, PRECISION,
         )  # fmt: skip

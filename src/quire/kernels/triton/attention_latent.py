@@ -48,8 +48,8 @@ def latent_config(rows: int, dtype: torch.dtype, device: torch.device) -> SplitC
 
 
 def latent_decode(
-    query: Tensor,  # [rows, query heads, rank + turned]
-    latents: Tensor,  # [blocks, 1, block, rank + turned]
+    query: Tensor,  # [rows, query heads, rank + rotated]
+    latents: Tensor,  # [blocks, 1, block, rank + rotated]
     tables: Tensor,  # [table rows, max blocks], int32
     plan: SplitPlan,  # filled with this step's lengths; its kv heads are the groups of query heads
     rule: AttentionRule,
@@ -65,7 +65,7 @@ def latent_decode(
 
 
 def latent_prefix(
-    query: Tensor,  # [rows, query heads, rank + turned]
+    query: Tensor,  # [rows, query heads, rank + rotated]
     latents: Tensor,
     tables: Tensor,
     plan: SplitPlan,  # filled with the length of each unit's prefix and the row of its block table

@@ -18,10 +18,10 @@ from quire.kernels.triton.attention_schedule import allocate_split_plan, fill_sp
 from quire.kernels.triton.copy import copy_blocks
 from quire.kernels.triton.embedding import embed
 from quire.kernels.triton.gauge import Case, num_copies
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_trials import BYTES, Kind, Layer, Operands
 from quire.kernels.triton.logprobs import Logprobs, LogprobSpace, logprobs
 from quire.kernels.triton.norm import add_rms_norm
-from quire.kernels.triton.product_trials import BYTES, Kind, Layer, Operands
-from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.rotary import LayerMemory, rotate_and_store
 from quire.kernels.triton.sampling import SampleSpace, sample
@@ -200,4 +200,4 @@ def _logprobs(sizes: Sizes, device: torch.device) -> Case:
 def _product(layer: Layer, rows: int, kind: Kind, workspace: Workspace, device: torch.device) -> Case:
     operands = Operands.make(layer, rows, kind, device)
     size = layer.weight_rows * layer.inputs * BYTES[kind][1]
-    return Case(f"product, {layer.name}, {rows} rows, {kind}", operands.calls(layer, workspace), size)
+    return Case(f"gemm, {layer.name}, {rows} rows, {kind}", operands.calls(layer, workspace), size)

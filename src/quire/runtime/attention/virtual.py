@@ -73,7 +73,7 @@ class _Tile:
 class VirtualAttention:
     """Implements AttentionBackend on any torch device, sequence by sequence.
 
-    On CPUs without half-precision products, use float32 for `compute` to keep attention fast.
+    On CPUs without fast half-precision gemms, use float32 for `compute` to keep attention fast.
     """
 
     kernels: Kernels = "torch"

@@ -204,7 +204,7 @@ class DecoderAttention(nn.Module):
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
         if self.gate is None:
-            qkv, change = self.qkv_proj.product_and_change(x)
+            qkv, change = self.qkv_proj.gemm_and_change(x)
             return self.o_proj.later(self.attention(qkv, step, self.qk_norm, change))
         qkv = self.qkv_proj(x)
         return self.o_proj.later(self.gate(self.attention(qkv, step, self.qk_norm), qkv))

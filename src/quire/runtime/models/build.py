@@ -11,8 +11,9 @@ from torch import Tensor
 
 from quire.config.adapter_memory import OUTPUT_STEP
 from quire.config.engine import DeviceConfig
-from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig, WeightCounts
+from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig
 from quire.config.parallel import ParallelConfig
+from quire.config.weight_counts import WeightCounts
 from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
@@ -195,8 +196,8 @@ def _count_adapted(model: BaseModel | BaseEncoder) -> tuple[int, int, int]:
     """Return the fields of `WeightCounts` about layers that LoRA adapters may change."""
     if not isinstance(model, BaseModel):
         return 0, 0, 0
-    layers, products = model.adapted_layers().values(), model.adapted_experts().values()
-    of_experts = sum(len(product.experts) * _adapted_width(product.first) for product in products)
+    layers, gemms = model.adapted_layers().values(), model.adapted_experts().values()
+    of_experts = sum(len(gemm.experts) * _adapted_width(gemm.first) for gemm in gemms)
     return sum(map(_adapted_width, layers)), max((layer.num_parts for layer in layers), default=0), of_experts
 
 

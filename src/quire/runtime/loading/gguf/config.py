@@ -11,14 +11,8 @@ import numpy as np
 
 from quire.config.fields import Fields
 from quire.config.level_bytes import integer_bytes, packed_bytes, super_block_bytes, table_bytes
-from quire.config.model import (
-    Dtype,
-    Encoder,
-    Heads,
-    ModelConfig,
-    Rope,
-    StoredLevels,
-)
+from quire.config.model import Dtype, Encoder, Heads, ModelConfig, Rope
+from quire.config.weight_counts import StoredLevels
 from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.gguf.names import LONG_FACTORS, ONE_EXPERT, ROPE_FACTORS, SHORT_FACTORS
 from quire.runtime.loading.gguf.shards import GgufModel

@@ -34,8 +34,8 @@ again, continued with `previous_response_id`, and its items referred to by `item
 as `stored_responses` and `stored_response_bytes` allow and forgets the least recently used; a request for a forgotten
 one is answered with 404. A response belongs to the API key and the `cache_salt` that created it; requests with others
 do not find it. Only the HTTP process that created it knows it, as with forks. Stored responses do not survive a
-restart. `stream` sends OpenAI's events; a stream that breaks ends with `response.failed`. Tools are functions; hosted
-tools are refused by name."""
+restart. `stream` sends OpenAI's events; a stream that breaks ends with `response.failed`. Tools are functions, also
+in namespaces; hosted tools are refused by name, except `web_search`, which is left out with a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)

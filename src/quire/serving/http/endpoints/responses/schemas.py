@@ -17,7 +17,10 @@ _HEAD = {"id": TEXT, "status": _ITEM_STATUS}
 _ITEM: Schema = {
     "anyOf": [
         record({**_HEAD, "type": {"const": "message"}, "role": {"const": "assistant"}, "content": many(_PART)}),
-        record({**_HEAD, "type": {"const": "function_call"}, "call_id": TEXT, "name": TEXT, "arguments": TEXT}),
+        record(
+            {**_HEAD, "type": {"const": "function_call"}, "call_id": TEXT, "name": TEXT, "arguments": TEXT},
+            {"namespace": TEXT},
+        ),
         record({**_HEAD, "type": {"const": "reasoning"}, "summary": many(_PART)}, {"content": many(_PART)}),
     ]
 }
