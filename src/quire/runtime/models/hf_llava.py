@@ -124,10 +124,11 @@ def read_clip(config: Fields, tiles: Tiles | None) -> tuple[Vision, int]:
 def read_taken(config: Fields, usual: int, depth: int) -> tuple[int, ...]:
     """Return after how many of `depth` blocks the vectors of patches are taken, from `vision_feature_layer`."""
     given = config.raw("vision_feature_layer")
-    layers = [usual] if given is None else given if isinstance(given, list) else [given]
-    if not 1 <= len(layers) <= _MOST_LAYERS or any(type(layer) is not int for layer in layers):
+    layers: list[object] = [usual] if given is None else given if isinstance(given, list) else [given]
+    numbers = [layer for layer in layers if isinstance(layer, int) and not isinstance(layer, bool)]
+    if not 1 <= len(numbers) <= _MOST_LAYERS or len(numbers) != len(layers):
         raise config.refuse("vision_feature_layer", f"must be a whole number, or a list of up to {_MOST_LAYERS}")
-    found = tuple(layer if layer >= 0 else depth + 1 + layer for layer in layers)
+    found = tuple(layer if layer >= 0 else depth + 1 + layer for layer in numbers)
     if min(found) < 0 or not 1 <= max(found) <= depth:
         raise config.refuse("vision_feature_layer", f"is {given}, and the tower has {depth} layers")
     return found

@@ -40,8 +40,8 @@ class TransformerAttention(VisionAttention):
             return super().forward(x, rotation, parts)
         query, key, value = self.qkv(x).chunk(3, dim=-1)
         normed = self.q_norm(query.contiguous()), self.k_norm(key.contiguous()), value
-        shaped = (each.view(len(x), self._heads, -1) for each in normed)
-        found: Tensor = self.proj(attend_within(*shaped, parts))
+        query, key, value = (each.reshape(len(x), self._heads, -1) for each in normed)
+        found: Tensor = self.proj(attend_within(query, key, value, parts))
         return found
 
 
@@ -64,7 +64,8 @@ class TransformerBlock(nn.Module):
         attended = self.self_attn(self.layer_norm1(x), None, parts)
         x = x + (attended if self.first_scale is None else attended * self.first_scale.weight)
         mixed = self.mlp(self.layer_norm2(x))
-        return x + (mixed if self.second_scale is None else mixed * self.second_scale.weight)
+        found: Tensor = x + (mixed if self.second_scale is None else mixed * self.second_scale.weight)
+        return found
 
 
 class TransformerEncoder(nn.Module):
