@@ -93,6 +93,7 @@ def test_text_is_answered_with_one_message(client: openai.OpenAI) -> None:
     assert (answer.temperature, answer.metadata, answer.model) == (0.5, {"a": "b"}, MODEL)
     assert answer.usage is not None
     assert answer.usage.output_tokens == len(ANSWERS["user:long?"]) + 1
+    assert answer.usage.input_tokens_details.cache_write_tokens == 0
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 

@@ -134,11 +134,13 @@ SPECIAL = {
 }
 
 
-def vision_model(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> torch.nn.Module:
-    """A model of random weights, saved in the folder."""
+def vision_model(
+    folder: Path, family: str = "qwen2_5_vl", seed: int = 0, changes: dict[str, Any] | None = None
+) -> torch.nn.Module:
+    """A model of random weights, saved in the folder. `changes`: of its decoder's config."""
     import transformers
 
-    text = TEXT | TEXTS.get(family, {})
+    text = TEXT | TEXTS.get(family, {}) | (changes or {})
     config = transformers.AutoConfig.for_model(
         family.removesuffix("_large"), text_config=text, vision_config=TOWERS[family], **SPECIAL.get(family, TOKENS)
     )

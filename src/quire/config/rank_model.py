@@ -138,6 +138,7 @@ def _most_weights(model: ModelConfig, ranks: Sequence[ModelConfig], parallel: Pa
         width = ceil(width * shares[-1])
     divided = ("parameters", "in_blocks", "int4_parameters", "int4_bytes", "plain_linears")
     numbers = {name: ceil(getattr(model.weights, name) * max(shares)) for name in divided}
+    numbers["parameters"] += ceil(model.weights.tower * (1 - max(shares)))  # every rank has the whole tower
     return replace(model.weights, **numbers, adapter_expert_width=width)
 
 

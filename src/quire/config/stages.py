@@ -29,11 +29,13 @@ def stage_models(model: ModelConfig, num_stages: int) -> tuple[ModelConfig, ...]
         raise ConfigError(SETTING, reason, f"set it to {model.num_layers} or less")
     if model.encoder is not None:
         raise ConfigError(SETTING, "encoders are not divided into stages", "leave it out")
-    if model.vision is not None:
-        reason = "is not supported for models that take images"
-        fix = 'leave it out, raise tensor_parallel_size instead, or set limit_mm_per_prompt to {"image": 0}'
-        raise ConfigError(SETTING, reason, fix)
     shares = [share_of(model.num_layers, stage, num_stages) for stage in range(num_stages)]
+    if model.vision is not None and len(shares[0]) <= len(model.vision.deep):
+        reason = (
+            f"is {num_stages}: {len(model.vision.deep)} layers add vectors of images, and the first stage has too few"
+        )
+        fix = 'lower it, raise tensor_parallel_size instead, or set limit_mm_per_prompt to {"image": 0}'
+        raise ConfigError(SETTING, reason, fix)
     stages = tuple(_stage_of(model, share) for share in shares)
     for number, stage in enumerate(stages):
         _check_layers(stage, number, num_stages)
@@ -53,11 +55,11 @@ def heaviest_stage(stages: Sequence[ModelConfig]) -> ModelConfig:
 
 def _stage_of(model: ModelConfig, layers: range) -> ModelConfig:
     """Return the model of a stage, with an estimate of its weights: its share of those in blocks, plus its embedding
-    table and output head."""
+    table, vision tower and output head."""
     stage = replace(model, stage=(layers.start, layers.stop))
     table, weights = model.vocab_size * model.embedding_size, model.weights
-    own = table * (stage.is_first_stage + stage.is_last_stage)
-    inside = max(weights.parameters - table * (1 if model.tie_word_embeddings else 2), 0)
+    own = table * (stage.is_first_stage + stage.is_last_stage) + weights.tower * stage.is_first_stage
+    inside = max(weights.parameters - weights.tower - table * (1 if model.tie_word_embeddings else 2), 0)
     scaled = _share(weights, len(layers), model.num_layers)
     scaled = replace(scaled, parameters=own + -(-inside * len(layers) // model.num_layers) if weights.parameters else 0)
     if stage.is_last_stage and weights.adapter_width:  # it has the whole head, which adapters may change

@@ -18,6 +18,7 @@ class WeightCounts:
     int4_parameters: int = 0  # that a GPU holds quantized with quantization int4
     int4_bytes: int = 0  # of these
     plain_linears: int = 0  # in linear layers that quantization does not shrink, such as an untied output head
+    tower: int = 0  # in the vision tower, which only the first pipeline stage has
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,7 @@ MESSAGES = GenerationEndpoint(
         make_format=MessageFormat,
         translate=translate,
         own_names={"stop": "stop_sequences", "structured_outputs": "output_config.format"},
+        own_members={".function.parameters": ".input_schema", "].function": "]"},
     ),
 )
 COUNT_TOKENS = TextEndpoint(
