@@ -15,7 +15,6 @@ from quire.config.model import ModelConfig
 from quire.config.tiling import Tiling, canvases_of
 from quire.config.vision import FEWEST_TOKENS, USUAL_MEAN, USUAL_STD, ImageGrid, Vision
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.vision import VisionTower
 from quire.runtime.models.cohere import NORM, CohereBlock, read_cohere2
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import refuse_other
@@ -67,8 +66,7 @@ class Cohere2Vision(VisionDecoder):
     block = CohereBlock
     layer_norms = NORM
 
-    def make_tower(self, vision: Vision, hidden_size: int, build: LayerBuilder) -> VisionTower:
-        return Cohere2Tower(vision, hidden_size, build)
+    make_tower = Cohere2Tower
 
 
 def read_cohere2_vision(config: Fields) -> ModelConfig:

@@ -13,7 +13,6 @@ from quire.config.fields import Fields
 from quire.config.model import ModelConfig
 from quire.config.vision import Vision
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.vision import VisionTower
 from quire.runtime.layers.vision_weights import NamedTensor
 from quire.runtime.layers.weights import WeightLayer
 from quire.runtime.models.family import Family
@@ -58,8 +57,7 @@ class InternVLTower(VisionTransformer):
 
 
 class InternVL(VisionDecoder):
-    def make_tower(self, vision: Vision, hidden_size: int, build: LayerBuilder) -> VisionTower:
-        return InternVLTower(vision, hidden_size, build)
+    make_tower = InternVLTower
 
 
 class InternVLMoe(InternVL):

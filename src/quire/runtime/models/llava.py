@@ -17,7 +17,6 @@ from quire.config.model import ModelConfig
 from quire.config.tiling import canvas_of, kept_tokens
 from quire.config.vision import Vision
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.vision import VisionTower
 from quire.runtime.layers.vision_weights import NamedTensor
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_llava import NEXT, ONEVISION, Tiles, read_llava_tower
@@ -70,9 +69,16 @@ class LlavaTower(VisionTransformer):
 
 
 class Llava(VisionDecoder):
-    def make_tower(self, vision: Vision, hidden_size: int, build: LayerBuilder) -> VisionTower:
-        tower = PixtralTower if vision.staggers else LlavaTower
-        return tower(vision, hidden_size, build)
+    make_tower = LlavaTower
+
+
+class Pixtral(VisionDecoder):
+    make_tower = PixtralTower
+
+
+def build_llava(config: ModelConfig, build: LayerBuilder) -> VisionDecoder:
+    is_pixtral = config.vision is not None and config.vision.staggers
+    return (Pixtral if is_pixtral else Llava)(config, build)
 
 
 def read_llava(config: Fields) -> ModelConfig:
@@ -85,7 +91,7 @@ def read_tiled(config: Fields, name: str, kind: str, tiles: Tiles) -> ModelConfi
     return read_text(config, name, kind, _TEXTS, read_llava_tower(config, tiles))
 
 
-LLAVA = Family(name="llava", build=Llava, read=read_llava, rename=rename, nested="text_config")
+LLAVA = Family(name="llava", build=build_llava, read=read_llava, rename=rename, nested="text_config")
 LLAVA_NEXT = Family(
     name="llava_next", build=Llava, rename=rename, nested="text_config",
     read=partial(read_tiled, name="llava_next", kind="llama", tiles=NEXT),

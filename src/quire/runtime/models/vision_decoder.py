@@ -47,13 +47,12 @@ TEXT_MODELS = {  # by `model_type` of `text_config`
 class VisionDecoder(Decoder):
     """A plain decoder with a vision tower, whose tensors begin with `vision_tower.`"""
 
+    make_tower: type[VisionTower]
+
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config, build)
         vision, size = config.vision, config.hidden_size
         self.vision_tower = None if vision is None else self.make_tower(vision, size, build)
-
-    def make_tower(self, vision: Vision, hidden_size: int, build: LayerBuilder) -> VisionTower:
-        raise NotImplementedError
 
     @property
     def tower(self) -> VisionTower | None:
