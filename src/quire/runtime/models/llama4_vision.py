@@ -35,7 +35,7 @@ class Llama4VisionAttention(VisionAttention):
 
 def _rotate_pairs(x: Tensor, rotation: Tensor) -> Tensor:  # [patches, heads, dim]
     """Rotate neighbouring elements of heads by each patch's cos and sin [patches, 2, dim / 2], in float32."""
-    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = x.float().view(*x.shape[:2], -1, 2).unbind(-1)
     cos, sin = rotation.unsqueeze(2).unbind(1)
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
 
