@@ -75,10 +75,9 @@ class Scheduler:
         With `keep`, its full blocks stay in the prefix cache.
         """
         if sequence.row is not None:
-            tokens = sequence.group.prompt + self.rows.output_bytes(sequence.row) if keep else b""
-            self._release_row(sequence)
+            row = self._release_row(sequence)
             if keep:
-                self.reuse.publish_last(sequence, tokens)
+                self.reuse.publish_last(sequence, row)
         else:
             self.tiers.release_swapped(sequence)
         sequence.table.free()
