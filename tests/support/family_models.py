@@ -62,6 +62,11 @@ SIGLIP = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {"head_dim": 16},
+    "bloom": {"num_key_value_heads": ..., "intermediate_size": ..., "max_position_embeddings": ...},
+    "mpt": {
+        **dict.fromkeys(COMMON, ...), "vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 3,
+        "max_seq_len": 512, "bos_token_id": 1, "eos_token_id": 2, "attn_config": {"clip_qkv": 2.0},
+    },
     "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True, "pad_token_id": 0},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2, "pad_token_id": 0},
     "deepseek_v2": {
@@ -280,6 +285,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_groups": 2, "hybrid_override_pattern": "ME*E", "time_step_min": 1e-9, "pad_token_id": 0,
         **SIGMOIDS, "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 32,
     },
+    "falcon-rw": {  # like Falcon RW 1B
+        "num_key_value_heads": ..., "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True,
+    },
     "opt-350m": {  # like OPT-350m: norms after the residual additions, projected embeddings
         "num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 48,
         "do_layer_norm_before": False,
@@ -331,7 +339,7 @@ class FamilyCase:
         kind = self.name.partition("-")[0]
         packed = PACKED.get(kind)
         config = transformers.AutoConfig.for_model(packed.source if packed else kind, **settings)
-        config._attn_implementation = "eager"
+        config._attn_implementation = "sdpa" if self.name == "falcon-rw" else "eager"  # which adds its ALiBi twice
         model = hf_model(config)
         model.save_pretrained(self.directory)
         if packed is not None:

@@ -108,6 +108,21 @@ class QueryScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Alibi:
+    """Biases of attention scores that fall with the distance to a key, each head with a slope of its own."""
+
+    most: float = 8.0  # the slopes fall geometrically to 2 ** -most
+    factor: float = 1.0  # on the slopes
+
+    def slopes(self, heads: int) -> list[float]:
+        """Return the slope of each of this many query heads. If their number is no power of two, the last ones have
+        every other slope of twice as many heads as the next lower power of two."""
+        whole = 1 << heads.bit_length() - 1
+        powers = [(i + 1) / whole for i in range(whole)] + [(i + 0.5) / whole for i in range(heads - whole)]
+        return [self.factor * 2.0 ** (-self.most * power) for power in powers]
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in place of the MLP. The router sends each token to its `num_used` highest-ranked
     experts."""
@@ -209,6 +224,7 @@ class ModelConfig:
     # Per layer: tokens that a token sees, itself included, before it or, in encoders, on both sides; (): no windows.
     windows: tuple[int | None, ...] = ()
     has_chunks: bool = False  # windows are chunks: texts are divided into them, and a token sees those of its own
+    alibi: Alibi | None = None  # biases in place of positions
     local_rope: Rope | None = None  # of layers with a window, if it differs
     local_heads: Heads | None = None  # of layers with a window, if they differ; same number of query heads
     layers_without_rope: tuple[int, ...] = ()
@@ -271,7 +287,7 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return the rotary embedding of a layer; None: it has none."""
-        if layer in self.layers_without_rope:
+        if self.alibi is not None or layer in self.layers_without_rope:
             return None
         return self.local_rope if self.local_rope is not None and self.window_of(layer) is not None else self.rope
 

@@ -125,6 +125,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
     "opt": Entry("opt", "OPT", ("OPTForCausalLM",)),
     "gpt_neox": Entry("gpt_neox", "GPT_NEOX", ("GPTNeoXForCausalLM",), in_gguf=True, gguf_name="gptneox"),
+    "bloom": Entry("bloom", "BLOOM", ("BloomForCausalLM",), in_gguf=True),
+    "mpt": Entry("mpt", "MPT", ("MptForCausalLM", "MPTForCausalLM")),
     "phi": Entry("phi", "PHI", ("PhiForCausalLM",), in_gguf=True, gguf_name="phi2"),
     "starcoder2": Entry("starcoder2", "STARCODER2", ("Starcoder2ForCausalLM",), in_gguf=True),
     "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",), in_gguf=True),
