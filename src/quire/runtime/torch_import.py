@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -20,8 +21,16 @@ _DEFERRED = (  # besides the meta kernels: packages that no server needs, and a 
     META_KERNELS, "torch.export", "torch.utils.data", "torch.distributions", "torch.masked", "torch.quantization",
     "torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable", "torch.nn.quantized", "torchgen.model",
 )  # fmt: skip
+_EXTENSIONS = "binascii", "hashlib", "heapq", "json", "queue", "msgspec", "numpy", "zmq"  # modules that import them
 _loading = threading.RLock()  # re-entrant: the module looks up its own names while it is loaded
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+
+def import_extensions() -> None:
+    """Import the extension modules that an engine needs besides torch's. The system opens one library at a time: after
+    `open_libraries`, each of them would wait until torch's library is open."""
+    for name in _EXTENSIONS:
+        import_module(name)
 
 
 def open_libraries() -> threading.Thread | None:
