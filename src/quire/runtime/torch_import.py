@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -21,7 +20,6 @@ _DEFERRED = (  # besides the meta kernels: packages that no server needs, and a 
     META_KERNELS, "torch.export", "torch.utils.data", "torch.distributions", "torch.masked", "torch.quantization",
     "torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable", "torch.nn.quantized", "torchgen.model",
 )  # fmt: skip
-_EXTENSIONS = "binascii", "hashlib", "heapq", "json", "queue", "msgspec", "numpy", "zmq"  # modules that import them
 _loading = threading.RLock()  # re-entrant: the module looks up its own names while it is loaded
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
@@ -29,8 +27,15 @@ _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 def import_extensions() -> None:
     """Import the extension modules that an engine needs besides torch's. The system opens one library at a time: after
     `open_libraries`, each of them would wait until torch's library is open."""
-    for name in _EXTENSIONS:
-        import_module(name)
+    import binascii  # noqa: F401
+    import hashlib  # noqa: F401
+    import heapq  # noqa: F401
+    import json  # noqa: F401
+    import queue  # noqa: F401
+
+    import msgspec  # noqa: F401
+    import numpy as np  # noqa: F401
+    import zmq  # noqa: F401
 
 
 def open_libraries() -> threading.Thread | None:

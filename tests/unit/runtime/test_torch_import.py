@@ -113,7 +113,7 @@ later = [name for name in sys.modules if name not in before]
 assert len(later) > 50
 endings = (".so", ".pyd")
 waiting = [name for name in later if (getattr(sys.modules[name], "__file__", None) or "").endswith(endings)]
-assert not waiting, f"name what imports {waiting} in torch_import._EXTENSIONS"
+assert not waiting, f"name what imports {waiting} in torch_import.import_extensions"
 """
     assert failure(program) == ""
 
