@@ -17,7 +17,7 @@ import torch
 from benchmarks.report import facts, publish, save
 from quire.config.level_bytes import packed_bytes
 from quire.kernels.native.loader import choose_path
-from quire.runtime.layers.native import IntegerProduct, NativeMultiply, PanelProduct
+from quire.runtime.layers.native import IntegerGemm, NativeMultiply, PanelGemm
 from quire.runtime.loading.gguf.levels import read_levels
 from quire.runtime.loading.gguf.types import TYPE_BY_NAME
 from quire.runtime.quantization.levels import GROUP, LevelWeight
@@ -72,7 +72,7 @@ def stored_weight(name: str, outputs: int, inputs: int) -> Stored:
 
 def panel_ratio(stored: Stored) -> float:
     """Return the bytes in the panels of integer gemms divided by those of the file."""
-    multiply = IntegerProduct(PanelProduct(torch.float32, keeps_weight=False)).pack_quantized(stored.weight, None)
+    multiply = IntegerGemm(PanelGemm(torch.float32, keeps_weight=False)).pack_quantized(stored.weight, None)
     assert isinstance(multiply, NativeMultiply)
     return multiply.weight.data.nbytes / stored.num_bytes
 

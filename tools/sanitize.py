@@ -43,7 +43,7 @@ TESTS = [
         for name in (
             "loading/test_quantized",
             "layers/test_experts",
-            "layers/test_int8_product",
+            "layers/test_integer_gemm",
             "sampling/test_native_choice",
             "sampling/test_logprobs",
             "worker/test_head_choice",

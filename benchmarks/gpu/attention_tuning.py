@@ -27,7 +27,7 @@ WHOLE = {  # all warps share a tile
     ),
     "fp8": ((64, 4, 3, 3, 1), (64, 4, 3, 3, 3), (128, 4, 3, 2, 1), (128, 4, 3, 2, 3), (32, 4, 5, 4, 2)),
 }
-TURNED = {  # swapped operands, by one warp: keys as rows, eight queries as columns
+SWAP_AB = {  # swapped operands, by one warp: keys as rows, eight queries as columns
     "bf16": ((32, 3, 6, 1), (32, 4, 4, 1), (32, 2, 6, 1), (64, 3, 3, 1), (64, 2, 4, 1), (16, 4, 8, 1), (32, 3, 6, 3)),
     "fp8": ((64, 3, 6, 1), (64, 4, 4, 1), (64, 2, 8, 1), (32, 3, 10, 1), (128, 3, 3, 1), (64, 3, 6, 3)),
 }  # keys, stages, programs per multiprocessor, merge
@@ -78,7 +78,7 @@ def _decode_cases() -> list[Case]:
             SplitConfig(16, n, warps, stages, each * processors, 256 // n, merge)
             for n, warps, stages, each, merge in whole
         ]
-        for n, stages, each, merge in TURNED[dtype]:
+        for n, stages, each, merge in SWAP_AB[dtype]:
             ways.append(SplitConfig(8, n, 1, stages, each * processors, 256 // n, merge, swap_ab=True))
         for shape, rows in DECODE_SHAPES.items():
             used = split_config(4, 128, DTYPES[dtype], DEVICE, len(rows) * HEADS["8B"][1])

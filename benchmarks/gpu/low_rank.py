@@ -22,9 +22,9 @@ from quire.config.engine import DeviceConfig
 from quire.config.model import Heads
 from quire.kernels.reference.lora import add_low_rank
 from quire.kernels.triton.compiling import compiling_only
-from quire.kernels.triton.gauge import graph_us
-from quire.kernels.triton.lora import OutputBlocks, add_many_tiles
-from quire.kernels.triton.lora_few import FewConfig, add_few_tiles
+from quire.kernels.triton.lora import OutputBlocks, add_gemm_tiles
+from quire.kernels.triton.lora_gemv import GemvConfig, add_gemv_tiles
+from quire.kernels.triton.measurement import graph_us
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.adapters.slots import parts_of
 from quire.runtime.attention.branches import SideBranch
@@ -41,10 +41,10 @@ LAYERS = {
     "down": (14336, (4096,)),
 }  # fmt: skip
 CONFIGS = (
-    FewConfig(1024, 1024, 64, None),
-    FewConfig(1024, 1024, 64, 80),
-    FewConfig(512, 512, 64, 96),
-    FewConfig(512, 512, 32, 64),
+    GemvConfig(1024, 1024, 64, None),
+    GemvConfig(1024, 1024, 64, 80),
+    GemvConfig(512, 512, 64, 96),
+    GemvConfig(512, 512, 32, 64),
 )
 COLD_BYTES = 160 << 20
 NUM_BLOCKS, MODEL_BLOCKS = 4, 32  # blocks that are timed, and blocks of the model
@@ -165,12 +165,12 @@ def measure_kernels(name: str, options: argparse.Namespace) -> None:
         print(f"  {label:28s} {us:6.2f} us ({100 * floor / us:3.0f} %), err {error:.1e}", flush=True)
 
 
-def _add_few(config: FewConfig, blocks: OutputBlocks, *given: Any) -> None:
-    add_few_tiles(*given, blocks.wide, are_aligned=blocks.are_aligned, config=config, dependent=True)
+def _add_few(config: GemvConfig, blocks: OutputBlocks, *given: Any) -> None:
+    add_gemv_tiles(*given, blocks.wide, are_aligned=blocks.are_aligned, config=config, dependent=True)
 
 
 def _add_many(most: int, blocks: OutputBlocks, *given: Any) -> None:
-    add_many_tiles(*given, most, blocks, dependent=True)
+    add_gemm_tiles(*given, most, blocks, dependent=True)
 
 
 def main() -> None:

@@ -15,11 +15,11 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu.floor import BANDWIDTH, BF16_RATE
-from quire.kernels.cuda.gated_product import choose_tile
+from quire.kernels.cuda.gated_gemm import choose_tile
 from quire.kernels.norm import Norm
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_skinny_plan import own_rows
 from quire.kernels.triton.launch import num_processors
-from quire.kernels.triton.products import Workspace
-from quire.kernels.triton.products_plan import own_rows
 from quire.runtime.layers import skinny
 
 CUDA = torch.device("cuda", 0)
@@ -88,7 +88,7 @@ def main() -> None:
                 for layer in layers:
                     layer.add_to(x)
 
-            with patch.object(skinny, "prefers_gated_product", return_value=False):
+            with patch.object(skinny, "prefers_gated_gemm", return_value=False):
                 library = captured(step)
             taken = in_turns([library, captured(step)], x, max(1, min(10, 4096 // rows)))
             by_library, own = (each / len(layers) for each in taken)

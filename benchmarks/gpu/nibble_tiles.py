@@ -16,16 +16,16 @@ from torch import Tensor
 from benchmarks.gpu.kernel_timing import READ_CEILING, relative_error
 from benchmarks.gpu.nibbles import COLD_BYTES, CUDA, KINDS, LAYERS, make_weight, weight_bytes
 from quire.kernels.clamp import Clamp
-from quire.kernels.cuda.coded_experts import CodedStack, choose_coded_tile, coded_product, stack_codes, takes_codes
-from quire.kernels.triton.gauge import graph_us
-from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, grouped_product, route
-from quire.kernels.triton.grouped_nibbles import NibbleStack, choose_nibble_tilings, grouped_nibble_product
+from quire.kernels.cuda.coded_experts import CodedStack, choose_coded_tile, coded_gemm, stack_codes, takes_codes
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_trials import Layer
+from quire.kernels.triton.gemm_w4 import gemm_w4, pack_w4, unpack_w4
+from quire.kernels.triton.gemm_w4_hopper import gemm_w4_hopper
+from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, grouped_gemm, route
+from quire.kernels.triton.grouped_w4 import W4Stack, choose_w4_tilings, grouped_gemm_w4
 from quire.kernels.triton.launch import has_gluon
-from quire.kernels.triton.nibble_products import nibble_product, pack_nibbles, unpack_nibbles
-from quire.kernels.triton.nibble_wgmma import nibble_wgmma
+from quire.kernels.triton.measurement import graph_us
 from quire.kernels.triton.place_rows import PlacedRows, place_rows
-from quire.kernels.triton.product_trials import Layer
-from quire.kernels.triton.products import Workspace
 
 ROWS = (16, 32, 64, 128, 256)
 WAYS = ("not folded", "folded", "wgmma")
@@ -42,7 +42,7 @@ def dense(workspace: Workspace, rows_of: list[int], kinds: list[str], ways: list
                 make_weight(layer, kind, seed) for seed in range(1, -(-COLD_BYTES // first.data.nbytes))
             ]
             plain = [torch.randn(layer.weight_rows, layer.inputs, device=CUDA).bfloat16() for _ in weights[::2]]
-            values = unpack_nibbles(first)
+            values = unpack_w4(first)
             for rows in rows_of:
                 x = torch.randn(rows, layer.inputs, device=CUDA).bfloat16()
                 wanted = x.float() @ values.t()
@@ -67,12 +67,12 @@ def _calls(x: Tensor, layer: Layer, workspace: Workspace, wanted: list[str]) -> 
     """Return the wanted kernels for these rows: each takes a `weight`."""
     options = {"x": x, "workspace": workspace, "activation": layer.activation, "dependent": True}
     ways = {
-        "not folded": partial(nibble_product, **options, folded=False),
-        "folded": partial(nibble_product, **options, folded=True),
+        "not folded": partial(gemm_w4, **options, folded=False),
+        "folded": partial(gemm_w4, **options, folded=True),
     }
     if has_gluon(x.device):
         out = torch.empty(len(x), layer.outputs, dtype=x.dtype, device=x.device)
-        ways["wgmma"] = partial(nibble_wgmma, **options, out=out)
+        ways["wgmma"] = partial(gemm_w4_hopper, **options, out=out)
     return {name: call for name, call in ways.items() if name in wanted}
 
 
@@ -82,8 +82,8 @@ def experts() -> None:
         codes = torch.randint(0, 16, (EXPERTS, outputs, inputs), device=CUDA, dtype=torch.uint8)
         scales = torch.exp2(torch.randint(-9, -5, (EXPERTS, outputs, inputs // 32), device=CUDA).float()).bfloat16()
         bias = torch.randn(EXPERTS, outputs, device=CUDA).bfloat16()
-        packed = [pack_nibbles(codes[each], scales[each], None) for each in range(EXPERTS)]
-        stacks.append(NibbleStack.of(packed, bias, has_codes=True))
+        packed = [pack_w4(codes[each], scales[each], None) for each in range(EXPERTS)]
+        stacks.append(W4Stack.of(packed, bias, has_codes=True))
         if takes_codes(packed, torch.bfloat16, interleaved=not coded):
             coded.append(stack_codes(packed, bias, interleaved=not coded))
         table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], device=CUDA)
@@ -95,20 +95,20 @@ def experts() -> None:
         first, second = choose_grouped_tilings(tokens * USED, EXPERTS, 2, CUDA)
         logits = torch.randn(tokens, EXPERTS, device=CUDA)
         routing = route(logits, USED, first, is_normalized=True)
-        small, small_second = choose_nibble_tilings(tokens * USED, EXPERTS, 2, CUDA)
+        small, small_second = choose_w4_tilings(tokens * USED, EXPERTS, 2, CUDA)
         stored = route(logits, USED, small, is_normalized=True)
         gated = {"num_used": USED, "activation": "silu", "clamp": clamp, "dependent": True}
-        wanted = grouped_product(x, plain[0], routing, first, **gated)
-        error = relative_error(grouped_nibble_product(x, stacks[0], stored, small, **gated), wanted.float())
+        wanted = grouped_gemm(x, plain[0], routing, first, **gated)
+        error = relative_error(grouped_gemm_w4(x, stacks[0], stored, small, **gated), wanted.float())
         down = {"num_used": 1, "dependent": True}
         calls = {
             "as stored": (
-                partial(grouped_nibble_product, x, stacks[0], stored, small, **gated),
-                partial(grouped_nibble_product, wanted, stacks[1], stored, small_second, **down),
+                partial(grouped_gemm_w4, x, stacks[0], stored, small, **gated),
+                partial(grouped_gemm_w4, wanted, stacks[1], stored, small_second, **down),
             ),
             "bfloat16": (
-                partial(grouped_product, x, plain[0], routing, first, **gated),
-                partial(grouped_product, wanted, plain[1], routing, second, **down),
+                partial(grouped_gemm, x, plain[0], routing, first, **gated),
+                partial(grouped_gemm, wanted, plain[1], routing, second, **down),
             ),
         }
         if coded:
@@ -134,13 +134,13 @@ def _time_coded(
 
     def layer() -> Tensor:
         placed = place_rows(x, routing, tile, num_used=USED, dependent=True)
-        made = coded_product(placed, coded[0], routing, activation="silu", clamp=clamp, dependent=True)
+        made = coded_gemm(placed, coded[0], routing, activation="silu", clamp=clamp, dependent=True)
         assert isinstance(made, PlacedRows)
-        out = coded_product(made, coded[1], routing, early=True, dependent=True)
+        out = coded_gemm(made, coded[1], routing, early=True, dependent=True)
         assert isinstance(out, Tensor)
         return out
 
-    wanted = grouped_product(inner, plain[1], routing, tiling, num_used=1)
+    wanted = grouped_gemm(inner, plain[1], routing, tiling, num_used=1)
     print(f"  for Hopper GPUs: {graph_us([layer]):.1f} us, err {relative_error(layer(), wanted.float()):.1e}")
 
 

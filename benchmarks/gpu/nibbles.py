@@ -19,18 +19,18 @@ from torch import Tensor
 
 from benchmarks.gpu.kernel_timing import READ_CEILING, relative_error
 from quire.kernels.norm import Norm
-from quire.kernels.triton.gauge import graph_us
-from quire.kernels.triton.gauge_cases import Sizes
-from quire.kernels.triton.nibble_few import FewTiling, nibble_few
-from quire.kernels.triton.nibble_products import PackedNibbles, nibble_product, pack_nibbles, unpack_nibbles
-from quire.kernels.triton.product_trials import Layer
-from quire.kernels.triton.products import Workspace
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_trials import Layer
+from quire.kernels.triton.gemm_w4 import PackedW4, gemm_w4, pack_w4, unpack_w4
+from quire.kernels.triton.gemv_w4 import GemvTiling, gemv_w4
+from quire.kernels.triton.measurement import graph_us
+from quire.kernels.triton.measurement_cases import Sizes
 
 CUDA = torch.device("cuda")
 LAYERS = Sizes().layers()[:-1]
 KINDS = {"symmetric, groups of 128": (128, False), "offsets, groups of 64": (64, True)}
 TILINGS = [
-    FewTiling(steps, warps) for steps, warps in ((4, 1), (2, 2), (8, 2), (4, 4), (8, 4), (16, 4), (16, 8), (16, 16))
+    GemvTiling(steps, warps) for steps, warps in ((4, 1), (2, 2), (8, 2), (4, 4), (8, 4), (16, 4), (16, 8), (16, 16))
 ]
 COLD_BYTES = 160 << 20
 MODEL_LAYERS = 32
@@ -40,7 +40,7 @@ class Case(NamedTuple):
     layer: Layer
     kind: str
     rows: int
-    tiling: FewTiling | None  # None: `nibble_product`
+    tiling: GemvTiling | None  # None: `gemm_w4`
 
 
 def all_cases(rows_of: list[int]) -> Iterator[Case]:
@@ -53,16 +53,16 @@ def all_cases(rows_of: list[int]) -> Iterator[Case]:
                     yield Case(layer, kind, rows, tiling)
 
 
-def make_weight(layer: Layer, kind: str, seed: int) -> PackedNibbles:
+def make_weight(layer: Layer, kind: str, seed: int) -> PackedW4:
     group, has_offset = KINDS[kind]
     generator = torch.Generator(CUDA).manual_seed(seed)
     shape = (layer.weight_rows, layer.inputs)
     levels = torch.randint(0, 16, shape, device=CUDA, generator=generator, dtype=torch.uint8)
     scales = (torch.rand(shape[0], shape[1] // group, device=CUDA, generator=generator) * 0.01).half()
-    return pack_nibbles(levels, scales, scales * 0.5 if has_offset else None)
+    return pack_w4(levels, scales, scales * 0.5 if has_offset else None)
 
 
-def weight_bytes(weight: PackedNibbles) -> int:
+def weight_bytes(weight: PackedW4) -> int:
     return weight.data.nbytes + weight.scales.nbytes * (1 if weight.offsets is None else 2)
 
 
@@ -79,15 +79,15 @@ class Operands:
         self.residual = torch.randn(rows, layer.outputs, device=CUDA).bfloat16()
         self.out = torch.empty_like(self.residual)
 
-    def call(self, weight: PackedNibbles, case: Case, workspace: Workspace, dependent: bool = False) -> Tensor:
+    def call(self, weight: PackedW4, case: Case, workspace: Workspace, dependent: bool = False) -> Tensor:
         norm = self.norm if self.layer.norm and self.rows == 1 else None
         residual = self.residual if self.layer.residual else None
         if case.tiling is None:
-            return nibble_product(
+            return gemm_w4(
                 self.x, weight, workspace, residual=residual, activation=self.layer.activation, out=self.out,
                 dependent=dependent,
             )  # fmt: skip
-        return nibble_few(
+        return gemv_w4(
             self.x, weight, self.out, residual=residual, activation=self.layer.activation, norm=norm,
             tiling=case.tiling, dependent=dependent,
         )  # fmt: skip
@@ -96,7 +96,7 @@ class Operands:
         x = self.x.float()
         if self.layer.norm and self.rows == 1:
             x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * self.norm.weight.float()
-        wanted = x @ unpack_nibbles(self.weights[0]).t()
+        wanted = x @ unpack_w4(self.weights[0]).t()
         if self.layer.activation is not None:
             gate, up = wanted.chunk(2, dim=1)
             wanted = torch.nn.functional.silu(gate) * up
@@ -106,9 +106,9 @@ class Operands:
         return relative_error(self.call(self.weights[0], case, workspace, True), wanted)
 
 
-def measure_products(rows_of: list[int], workspace: Workspace) -> dict[tuple[str, str, int], FewTiling]:
+def measure_gemms(rows_of: list[int], workspace: Workspace) -> dict[tuple[str, str, int], GemvTiling]:
     """Return the best tile configuration of each layer, kind and number of rows."""
-    best: dict[tuple[str, str, int], tuple[float, FewTiling]] = {}
+    best: dict[tuple[str, str, int], tuple[float, GemvTiling]] = {}
     operands, found = None, ""
     for case in all_cases(rows_of):
         name = f"{case.layer.name:9s} {case.kind} M={case.rows}"
@@ -124,7 +124,7 @@ def measure_products(rows_of: list[int], workspace: Workspace) -> dict[tuple[str
         except Exception as failure:  # noqa: BLE001  one case must not hide the others
             print(f"  {case.tiling}: FAILED {type(failure).__name__} {str(failure)[:200]}", flush=True)
             continue
-        label = "nibble_product"
+        label = "gemm_w4"
         if case.tiling is not None:
             label = "S{} W{}".format(*case.tiling)
         wrong = "" if error < 0.02 else "  WRONG"
@@ -143,8 +143,8 @@ def report_chain(kind: str, rows: int, cases: dict[str, Case], workspace: Worksp
     size = sum(weight_bytes(each.weights[0]) for each in layers[0])
 
     def run(dependent: bool) -> None:
-        for products in layers:
-            for each in products:
+        for gemms in layers:
+            for each in gemms:
                 each.call(each.weights[0], cases[each.layer.name], workspace, dependent)
 
     plain, ahead = (graph_us([partial(run, dependent)]) / len(layers) for dependent in (False, True))
@@ -183,7 +183,7 @@ def main() -> None:
     ]
     for worker in workers:
         worker.wait()
-    best = measure_products(options.rows, workspace)
+    best = measure_gemms(options.rows, workspace)
     for kind in KINDS:
         for rows in options.rows:
             chosen = {layer.name: Case(layer, kind, rows, best.get((layer.name, kind, rows))) for layer in LAYERS}

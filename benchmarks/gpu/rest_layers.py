@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.gpu.kernel_timing import READ_CEILING
 from quire.kernels.norm import Norm
-from quire.kernels.triton.gauge import graph_us
+from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
+from quire.kernels.triton.measurement import graph_us
 from quire.kernels.triton.norm import rms_norm
-from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.rotary import LayerMemory, rotate_and_store
 
@@ -96,7 +96,7 @@ class Chain:
         scale = None
         if self._rows > 1:
             x, scale = self._prepared(x, norm, dependent)
-        skinny_product(
+        skinny_gemm(
             x, weight[0], self._workspace, residual=out if residual else None, x_scale=scale, weight_scale=weight[1],
             activation=activation, norm=self._norm if norm and self._rows == 1 else None, out=out, dependent=dependent,
         )  # fmt: skip

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.kernel_timing import Case, relative_error
-from benchmarks.gpu.rest_products import CUDA
-from quire.kernels.triton.gauge_cases import Sizes
-from quire.kernels.triton.level_products import PackedLevels, level_product, pack_levels
-from quire.kernels.triton.nibble_products import PackedNibbles, nibble_product, pack_nibbles, unpack_nibbles
-from quire.kernels.triton.product_trials import Layer
-from quire.kernels.triton.products import Workspace
+from benchmarks.gpu.rest_gemms import CUDA
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_trials import Layer
+from quire.kernels.triton.gemm_w4 import PackedW4, gemm_w4, pack_w4, unpack_w4
+from quire.kernels.triton.gemm_w8 import PackedW8, gemm_w8, pack_w8
+from quire.kernels.triton.measurement_cases import Sizes
 
 KINDS = ("w4", "w4 with zeros", "w8", "float8 blocks")
 GROUP = 128
@@ -33,8 +33,8 @@ def _case(layer: Layer, rows: int, kind: str, workspace: Workspace) -> Case:
     weights = [_weight(layer, kind, seed) for seed in range(_count(layer, kind))]
     x = torch.randn(rows, layer.inputs, device=CUDA).bfloat16()
     out = torch.empty(rows, layer.outputs, dtype=torch.bfloat16, device=CUDA)
-    product = nibble_product if kind.startswith("w4") else level_product
-    make = partial(product, x, workspace=workspace, activation=layer.activation, out=out)
+    gemm = gemm_w4 if kind.startswith("w4") else gemm_w8
+    make = partial(gemm, x, workspace=workspace, activation=layer.activation, out=out)
     plain = torch.randn(layer.weight_rows, layer.inputs, device=CUDA).bfloat16()
 
     def error() -> float:
@@ -57,25 +57,25 @@ def _count(layer: Layer, kind: str) -> int:
     return max(2, -(-_CACHE_BYTES // size))
 
 
-def _weight(layer: Layer, kind: str, seed: int) -> PackedLevels | PackedNibbles:
+def _weight(layer: Layer, kind: str, seed: int) -> PackedW8 | PackedW4:
     generator = torch.Generator(CUDA).manual_seed(seed)
     shape, groups = (layer.weight_rows, layer.inputs), layer.inputs // GROUP
     scales = torch.rand(layer.weight_rows, groups, device=CUDA, generator=generator) * 0.02
     if kind == "float8 blocks":
         numbers = torch.randn(shape, device=CUDA, generator=generator).to(torch.float8_e4m3fn)
-        return pack_levels(numbers, scales, None)
+        return pack_w8(numbers, scales, None)
     if kind == "w8":
         levels = torch.randint(-127, 128, shape, device=CUDA, generator=generator, dtype=torch.int8)
-        return pack_levels(levels, scales.half(), None)
+        return pack_w8(levels, scales.half(), None)
     levels = torch.randint(0, 16, shape, device=CUDA, generator=generator, dtype=torch.uint8)
     offsets = scales.half() * 3 if "zeros" in kind else None
-    return pack_nibbles(levels, scales.half(), offsets)
+    return pack_w4(levels, scales.half(), offsets)
 
 
-def _values(weight: PackedLevels | PackedNibbles) -> Tensor:
+def _values(weight: PackedW8 | PackedW4) -> Tensor:
     """Return a packed weight dequantized."""
-    if isinstance(weight, PackedNibbles):
-        return unpack_nibbles(weight)
+    if isinstance(weight, PackedW4):
+        return unpack_w4(weight)
     rows = weight.data.float().transpose(1, 2).reshape(-1, weight.inputs)[: weight.outputs]
     size = weight.inputs // weight.scales.shape[0]
     values = rows * weight.scales.t()[: weight.outputs].float().repeat_interleave(size, dim=1)

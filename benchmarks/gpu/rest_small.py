@@ -18,8 +18,8 @@ from quire.kernels.reference import sampling as reference_sampling
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.copy import copy_blocks, gather_blocks, scatter_blocks
 from quire.kernels.triton.embedding import embed, embed_newest
-from quire.kernels.triton.gauge import num_copies
 from quire.kernels.triton.logprobs import Logprobs, LogprobSpace, logprobs
+from quire.kernels.triton.measurement import num_copies
 from quire.kernels.triton.norm import add_rms_norm
 from quire.kernels.triton.penalties import RowPenalties, penalize
 from quire.kernels.triton.quantize import quantize_rows
@@ -123,14 +123,14 @@ def _rotary(tokens: int, queries: int, keys: int, normed: bool, held: torch.dtyp
         wanted = [side.cpu() for side in memory]
         few = min(tokens, 128)
         step = (table.cpu(), positions[:few].cpu(), rows[:few].cpu(), blocks.cpu(), wanted)
-        turned, _ = reference_rotary.rotate_and_store(
+        rotated, _ = reference_rotary.rotate_and_store(
             sets[0][:few].view(few, -1, dim).cpu(), *step, norms=norms and tuple(_cpu(part) for part in norms)
         )
         live = LayerMemory(*memory)
         rotate_and_store(sets[0][:few], table, positions[:few], rows[:few], blocks, live, norms, query[:few])
         found = [side.cpu().float() for side in memory]
         sides = [relative_error(side, want.float()) for side, want in zip(found, wanted, strict=True)]
-        return max(relative_error(query[:few].cpu(), turned.flatten(1)), *sides)
+        return max(relative_error(query[:few].cpu(), rotated.flatten(1)), *sides)
 
     calls = [
         partial(rotate_and_store, x, table, positions, rows, blocks, LayerMemory(*memory), norms, query) for x in sets

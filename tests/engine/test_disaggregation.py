@@ -147,6 +147,70 @@ def test_over_tcp_too(cases: dict[str, FamilyCase]) -> None:
         assert decode.stats().remote_hits == sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
 
 
+@pytest.mark.parametrize(
+    ("family", "scheme", "ranks"),
+    [
+        ("llama", "shm", {"tensor_parallel_size": 2}),
+        ("gemma3_text", "tcp", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_every_rank_carries_its_part_of_a_block(
+    cases: dict[str, FamilyCase], family: str, scheme: str, ranks: dict[str, Any]
+) -> None:
+    """Ranks are processes, so this is the real shared memory."""
+    case, name = cases[family], f"pd-{os.getpid()}"
+    prompts = prompts_of(case)
+    with open_llm(case) as llm:
+        expected = tokens(llm, prompts)
+    with both(case, f"shm://{name}" if scheme == "shm" else f"tcp://127.0.0.1:{free_ports(2)}", **ranks) as (
+        prefill, decode,
+    ):  # fmt: skip
+        tokens(prefill, prompts, ONE)
+        if scheme == "shm":
+            held = [sorted(path.name for path in folder.iterdir()) for folder in folders(name)]
+            assert len(held) == 2
+            assert held[0] == held[1] != []
+        assert tokens(decode, prompts) == expected
+        stats = decode.stats()
+        assert stats.remote_hits > 0
+        assert stats.tiers.failures.keys() <= {"transport_timeout"}  # parts that did not come in time
+        core_of(decode).check()
+        core_of(prefill).check()
+    assert not folders(name)
+
+
+def test_an_engine_of_another_number_of_ranks_finds_no_part(cases: dict[str, FamilyCase]) -> None:
+    case, name = cases["llama"], f"other-{os.getpid()}"
+    prompt = case.prompt(40, 1)
+    with (
+        open_llm(case, "prefill", f"shm://{name}", tensor_parallel_size=2) as prefill,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(shared_memory, "ROOT", Path("/dev/shm"))
+        (first,) = tokens(prefill, [prompt], ONE)
+        with open_llm(case, "decode", f"shm://{name}") as decode:
+            assert tokens(decode, [prompt])[0][:1] == first
+            assert (decode.stats().remote_hits, decode.stats().tiers.failures) == (0, {})
+
+
+def folders(name: str) -> list[Path]:
+    found = Path("/dev/shm").glob(f"quire-kv-{os.geteuid()}-{name}*")
+    return sorted(path for path in found if path.is_dir())
+
+
+def free_ports(count: int) -> int:
+    """The first of so many consecutive ports that nobody listens at."""
+    for _ in range(100):
+        first = free_port()
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")
+
+
 def test_engines_of_role_both_share_what_either_computes(cases: dict[str, FamilyCase]) -> None:
     case = cases["llama"]
     first, second = case.prompt(40, 1), case.prompt(40, 2)

@@ -117,7 +117,7 @@ class KnowingProposer:
         right = self.done % (self.length + 2)
         return tuple(token if place < right else (token + 1) % 90 for place, token in enumerate(draft))
 
-    def order(self, limit: int) -> int:
+    def num_to_draft(self, limit: int) -> int:
         return 0
 
     def offer(self, tokens: Sequence[int]) -> None: ...

@@ -115,7 +115,6 @@ def test_images_that_are_prepared_otherwise_are_refused(
         ({"max_num_batched_tokens": 17, "max_num_seqs": 2}, "max_num_batched_tokens: is 17, too few for an image"),
         ({"mm_processor_kwargs": {"max_pixels": 2_000}}, "images of this model always have 32 x 32 pixels"),
         ({"kv_layout": "virtual"}, 'kv_layout: "virtual" does not support images'),
-        ({"pipeline_parallel_size": 2}, "is not supported for models that take images"),
     ],
 )
 def test_settings_that_do_not_fit_images_are_refused(case: Case, settings: dict[str, Any], error: str) -> None:

@@ -136,7 +136,6 @@ def test_the_budget_of_tokens_comes_from_the_processors_file_or_the_settings(cas
     [
         ({"mm_processor_kwargs": {"max_pixels": 2_000}}, "mm_processor_kwargs.max_pixels: is not known"),
         ({"mm_processor_kwargs": {"max_soft_tokens": 100}}, "mm_processor_kwargs.max_soft_tokens: is 100"),
-        ({"pipeline_parallel_size": 2}, "is not supported for models that take images"),
     ],
 )
 def test_settings_that_do_not_fit_images_are_refused(case: Case, settings: dict[str, Any], error: str) -> None:

@@ -69,13 +69,13 @@ def test_a_checkpoint_of_mxfp4_gives_what_transformers_makes_of_it(attention: st
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_kernels_of_a_gpu_hold_mxfp4_as_it_is_stored(tmp_path: Path) -> None:
-    from quire.kernels.triton.grouped_nibbles import NibbleStack
+    from quire.kernels.triton.grouped_w4 import W4Stack
 
     packed_checkpoint(tmp_path)
     model: Any = load_bench(tmp_path, attention="triton").worker._runner._model
     stacks = [layer.stack for layer in model.modules() if isinstance(layer, ExpertLinear)]
     assert len(stacks) == 2 * hf_model_config(tmp_path).num_layers
-    assert all(isinstance(stack, NibbleStack) and stack.has_codes for stack in stacks)
+    assert all(isinstance(stack, W4Stack) and stack.has_codes for stack in stacks)
     levels, held = hf_model_config(tmp_path).levels, sum(each.data.nbytes + each.scales.nbytes for each in stacks)
     assert levels.gpu_parameters == sum(5 * each.outputs * each.inputs for each in stacks)
     assert held <= levels.gpu_bytes < held * 1.1
@@ -88,7 +88,7 @@ def test_codes_of_a_hopper_gpu_give_what_transformers_makes_of_them(
     """Loading, placing and summing as on such a GPU, with the kernel itself in plain PyTorch."""
     from coded_reference import reference_product
     from quire.kernels.cuda import coded_experts
-    from quire.runtime.layers import expert_products
+    from quire.runtime.layers import expert_gemms
 
     calls: list[bool] = []
 
@@ -99,9 +99,9 @@ def test_codes_of_a_hopper_gpu_give_what_transformers_makes_of_them(
     model = packed_checkpoint(tmp_path, hidden_size=128, num_hidden_layers=1)
     monkeypatch.setenv("QUIRE_CODED_EXPERTS", "1")
     monkeypatch.setattr(coded_experts, "runs_on", lambda _: True)
-    takes = expert_products.takes_codes
-    monkeypatch.setattr(expert_products, "takes_codes", lambda e, _, **options: takes(e, torch.bfloat16, **options))
-    monkeypatch.setattr(expert_products, "coded_product", product)
+    takes = expert_gemms.takes_codes
+    monkeypatch.setattr(expert_gemms, "takes_codes", lambda e, _, **options: takes(e, torch.bfloat16, **options))
+    monkeypatch.setattr(expert_gemms, "coded_gemm", product)
     check_parity(tmp_path, attention="triton", model=model)
     assert calls[:2] == [True, False]
 

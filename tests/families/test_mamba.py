@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from family_bench import SIZES, change_config, check_parity, hf_checkpoint, logits_of
 from family_models import GRANITE
@@ -114,13 +115,25 @@ def test_experts_of_nemotron_may_keep_their_weights_and_have_another_activation(
         torch.testing.assert_close(found, wanted)
 
 
+def test_experts_of_latents_count_by_their_size_and_a_draft_head_beside_them_is_not_read(tmp_path: Path) -> None:
+    path = hf_checkpoint(tmp_path, nemotron(**MOE, **EXPERTS, moe_latent_size=8))
+    expected = logits_of(path)
+    check_parity(path, attention="auto")
+    config = open_checkpoint(files_at(path)).config
+    assert config.num_parameters - config.num_active == 2 * 2 * 8 * 16
+    file = path / "model.safetensors"
+    save_file(load_file(file) | {"mtp.layers.0.eh_proj.weight": torch.ones(2, 2)}, file, {"format": "pt"})
+    for (_, found), (_, wanted) in zip(logits_of(path), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def test_experts_of_nemotron_count_as_two_matrices_each_where_a_token_does_not_use_them(tmp_path: Path) -> None:
     config = open_checkpoint(files_at(hf_checkpoint(tmp_path, nemotron(**MOE, **EXPERTS)))).config
     assert config.num_parameters - config.num_active == 2 * 2 * config.hidden_size * 16
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("moe_latent_size", 16), ("n_shared_experts", 2), ("mlp_bias", True), ("n_group", 3)]
+    ("key", "value"), [("moe_latent_size", 0), ("n_shared_experts", 2), ("mlp_bias", True), ("n_group", 3)]
 )
 def test_what_experts_of_nemotron_do_not_support_is_refused(key: str, value: object, tmp_path: Path) -> None:
     change_config(hf_checkpoint(tmp_path, nemotron(**MOE, **EXPERTS)), **{key: value})

@@ -35,6 +35,13 @@ def test_without_biases_and_with_another_activation(tmp_path: Path) -> None:
     check_parity(folder, attention="auto")
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("norms_first", [True, False])
+def test_projected_embeddings_and_norms_after_the_additions(tmp_path: Path, tied: bool, norms_first: bool) -> None:
+    sizes = {"word_embed_proj_dim": 16, "do_layer_norm_before": norms_first, "tie_word_embeddings": tied}
+    check_parity(hf_checkpoint(tmp_path, config(**sizes)), attention="auto")
+
+
 def test_a_checkpoint_of_the_stack_alone_is_the_same_model(tmp_path: Path) -> None:
     wanted = logits_of(hf_checkpoint(tmp_path, config()))
     file = tmp_path / "model.safetensors"
@@ -47,10 +54,9 @@ def test_a_checkpoint_of_the_stack_alone_is_the_same_model(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("do_layer_norm_before", False),
         ("_remove_final_layer_norm", True),
         ("layer_norm_elementwise_affine", False),
-        ("word_embed_proj_dim", 16),
+        ("word_embed_proj_dim", 0),
     ],
 )
 def test_what_would_change_the_output_is_refused(tmp_path: Path, key: str, value: object) -> None:

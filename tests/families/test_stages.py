@@ -38,7 +38,10 @@ CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID,
 }
-WITH_IMAGES = ("idefics3", "llava", "mistral3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+WITH_IMAGES = (
+    "cohere2_vision", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
+)  # fmt: skip
 
 
 def check(case: FamilyCase, made: TinyEngine, prompts: list[list[int]], count: int = NUM_TOKENS) -> None:
@@ -136,7 +139,7 @@ def test_stages_add_the_changes_of_adapters(name: str, tmp_path: Path) -> None:
         ("gemma4_text", 2, "layer 5 reads the keys of layer 2"),
         ("gemma4_text-moe", 2, "layers 3 to 4, of stage 1, are all of one kind"),
         ("qwen3_next", 2, "layers 2 to 2, of stage 1, are all recurrent"),
-        ("qwen2_vl", 2, "models that take images"),
+        ("qwen3_vl", 2, "2 layers add vectors of images, and the first stage has too few"),
         ("llama", 4, "the model has 3 layers"),
     ],
 )

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from http_server import TestServer, digests
+from observers import NullObserver
 from quire.config.server import AccessConfig
 from quire.observability.logging import set_up_logging
-from quire.serving.dispatch.observer import NullObserver
 from tests.http.conftest import Serve
 
 KEY, ADMIN = "sk-user", "sk-admin"

@@ -85,10 +85,44 @@ def test_a_field_without_effect_passes_and_is_named(server: TestServer, fields: 
         {"functions": []},
         {"function_call": "auto"},
         {"model": ""},
+        {"model": "dummy"},
+        {"model": "tgi"},
+        {"response_format": {"type": "text", "schema": None, "json_schema": None}},
     ],
 )
 def test_a_value_that_asks_for_nothing_passes_without_a_warning(server: TestServer, fields: dict[str, Any]) -> None:
     assert warned(chat(server, **fields)) == []
+
+
+def test_null_members_of_formats_and_choices_count_as_absent(serve: Serve) -> None:
+    server = serve(lambda prompt, index: "{}")
+    described = {"name": "a", "description": None, "schema": {"type": "object"}, "strict": None}
+    kinds = [{"type": "json_schema", "json_schema": described, "schema": None}]
+    kinds += [{"type": "json_object", "schema": None, "json_schema": None}]
+    choices = [{**WEATHER, "function": {"name": "weather", "description": None}, "name": None}]
+    choices += [{"type": "function", "name": "weather", "function": None}]
+    for fields in (
+        *({"response_format": kind} for kind in kinds),
+        *({"tools": [WEATHER], "tool_choice": choice} for choice in choices),
+    ):
+        answer = server.post(CHAT, {"messages": HI, "max_tokens": 4, **fields}, headers={"X-Quire-Strict": "1"})
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_tool_may_have_a_name_as_long_as_anthropics_api_allows(server: TestServer) -> None:
+    tool = {"type": "function", "function": {"name": "m" * 128}}
+    assert warned(chat(server, tools=[tool])) == []
+    tool["function"] = {"name": "m" * 129}
+    refused = server.post(CHAT, {"messages": HI, "tools": [tool]})
+    assert refused.status_code == 400
+    assert "1 to 128" in refused.text
+
+
+def test_empty_annotations_of_an_earlier_answer_come_back_without_a_warning(server: TestServer) -> None:
+    said = {"role": "assistant", "content": "x", "annotations": [], "refusal": None, "audio": None}
+    assert warned(chat(server, messages=[*HI, said, *HI])) == []
+    said["annotations"] = [{"type": "url_citation"}]
+    assert warned(chat(server, messages=[*HI, said, *HI])) == ["messages[1].annotations"]
 
 
 def test_template_variables_that_the_template_does_not_read_are_named(server: TestServer) -> None:
@@ -112,7 +146,6 @@ def test_messages_that_a_proxy_dumped_and_sends_back_pass(server: TestServer) ->
     tool = {"role": "tool", "tool_call_id": "c1", "content": "rain", "cache_control": EPHEMERAL}
     body = chat(server, messages=[*HI, dumped, tool])
     assert warned(body) == [
-        "messages[1].annotations",
         "messages[1].provider_specific_fields",
         "messages[1].thinking_blocks",
         "messages[1].tool_calls[0].provider_specific_fields",

@@ -15,8 +15,8 @@ import pytest
 from http_server import MODEL, TestServer, digests, read_events
 from quire.config.engine import SchedulerConfig
 from quire.config.server import AccessConfig, ModelSource
-from quire.serving.http.endpoints.responses.fields import FunctionTools
 from quire.serving.http.endpoints.responses.input_items import InputItems
+from quire.serving.http.endpoints.responses.tools import FunctionTools
 from quire.types.errors import UnknownParameter
 from tests.http.conftest import Serve
 
@@ -47,6 +47,7 @@ ANSWERS = {
     "user:both?": f"{CALL}\n{CALL.replace('Köln', 'Bonn')}",
     "user:think?": f"<think>\nhm, well\n</think>\n\n{CALL}",
     "user:hello?": "<think>\nhi?\n</think>\n\nHello there.",
+    "user:spawn?": '<tool_call>\n{"name": "agents__spawn", "arguments": {"city": "Ulm"}}\n</tool_call>',
     "user:json?": '{"city": "Köln"}',
     "user:long?": "word " * 40,
     "user:empty?": "",
@@ -92,6 +93,7 @@ def test_text_is_answered_with_one_message(client: openai.OpenAI) -> None:
     assert (answer.temperature, answer.metadata, answer.model) == (0.5, {"a": "b"}, MODEL)
     assert answer.usage is not None
     assert answer.usage.output_tokens == len(ANSWERS["user:long?"]) + 1
+    assert answer.usage.input_tokens_details.cache_write_tokens == 0
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 
@@ -232,7 +234,57 @@ def test_strict_functions_bind_calls_and_are_a_warning_where_the_format_cannot(s
         assert len(answer.get("warnings", ())) == num_warnings
 
 
-@pytest.mark.parametrize("kind", ["web_search", "file_search", "code_interpreter", "mcp", "image_generation", "custom"])
+def test_functions_in_a_namespace_are_called_by_their_own_names(server: TestServer, client: openai.OpenAI) -> None:
+    spawn = {**WEATHER, "name": "spawn"}
+    tools: Any = [WEATHER, {"type": "namespace", "name": "agents", "description": "Helpers", "tools": [spawn]}]
+    answer = client.responses.create(model=MODEL, input="spawn?", tools=tools)
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert (call.namespace, call.name, json.loads(call.arguments)) == ("agents", "spawn", {"city": "Ulm"})
+    assert [tool.type for tool in answer.tools] == ["function", "namespace"]
+    *_, done, _ = server.events(PATH, {"input": "spawn?", "tools": tools})
+    assert (done["item"]["namespace"], done["item"]["name"]) == ("agents", "spawn")
+
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    told = client.responses.create(model=MODEL, input=[output], tools=tools, previous_response_id=answer.id)
+    assert told.output_text == ANSWERS["tool:sunny"]
+    resent: Any = [{"role": "user", "content": "x"}, call.model_dump(exclude_none=True), output]
+    sent = server.post(f"{PATH}/input_tokens", {"input": resent, "tools": tools}).json()["input_tokens"]
+    resent[1].pop("namespace")
+    assert sent == server.post(f"{PATH}/input_tokens", {"input": resent, "tools": tools}).json()["input_tokens"] + 8
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{"type": "namespace", "name": "a", "tools": []}], "tools[0].tools"),
+        ([{"type": "namespace", "tools": [WEATHER]}], "tools[0].name"),
+        ([{"type": "namespace", "name": "a", "description": 3, "tools": [WEATHER]}], "tools[0].description"),
+        ([{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}], "tools[0].tools[0].type"),
+        ([WEATHER, {"type": "namespace", "name": "a", "tools": [WEATHER, WEATHER]}], "tools[1].tools[1].name"),
+        ([WEATHER, {"type": "namespace", "name": "a" * 125, "tools": [WEATHER]}], "tools[1].tools[0].name"),
+        ([{"type": "web_search"}, WEATHER, {"type": "mcp"}], "tools[2].type"),
+        ([{**WEATHER, "parameters": 3}], "tools[0].parameters"),
+    ],
+)
+def test_a_tool_that_cannot_be_offered_is_refused_by_its_place(server: TestServer, tools: Any, param: str) -> None:
+    assert refusal(server, tools=tools)["param"] == param
+
+
+@pytest.mark.parametrize("kind", ["web_search", "web_search_2025_08_26", "web_search_preview"])
+def test_a_web_search_is_left_out_with_a_warning(server: TestServer, kind: str) -> None:
+    search = {"type": kind, "external_web_access": False}
+    answer = server.post(PATH, {"input": "call?", "tools": [search, WEATHER]}).json()
+    assert [tool["type"] for tool in answer["tools"]] == ["function"]
+    assert answer["output"][0]["name"] == "weather"
+    (warning,) = answer["warnings"]
+    assert warning.startswith(f"tools[0]: '{kind}' is a tool that this server does not have")
+    strict = server.post(PATH, {"input": "call?", "tools": [search]}, headers={"X-Quire-Strict": "1"})
+    assert strict.status_code == 400
+    assert strict.json()["error"]["param"] == "tools[0].type"
+
+
+@pytest.mark.parametrize("kind", ["file_search", "code_interpreter", "mcp", "image_generation", "custom"])
 def test_hosted_tools_are_refused_by_name(server: TestServer, kind: str) -> None:
     error = refusal(server, tools=[{"type": kind}])
     assert error["param"] == "tools[0].type"

@@ -11,7 +11,7 @@ import pytest
 from http_server import TestServer, digests
 from quire.config.arguments import EngineArguments
 from quire.config.server import AccessConfig
-from quire.engine.command_messages import order_of
+from quire.engine.command_messages import message_of
 from quire.types.errors import InvalidRequest, QuireError
 from quire.types.standby import Command, WeightUpdate
 from tests.http.conftest import Serve
@@ -188,7 +188,7 @@ def test_a_body_is_not_ignored(server: TestServer, path: str) -> None:
 @pytest.mark.parametrize("command", [Command("wake_up", tags=("all",)), Command("sleep", level=3)])  # type: ignore[arg-type]
 def test_no_message_is_made_that_the_engine_cannot_decode(command: Command) -> None:
     with pytest.raises(InvalidRequest):
-        order_of(1, command)
+        message_of(1, command)
 
 
 @pytest.mark.parametrize(("stop", "go"), [("/pause", "/resume"), ("/pause_generation", "/continue_generation")])

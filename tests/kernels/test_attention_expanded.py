@@ -27,12 +27,12 @@ from quire.kernels.triton.latent import multiply_heads
 from triton_cases import DEVICE, ON_GPU, TOLERANCE, rand
 
 UNTOUCHED = 7.0
-Dims = tuple[int, int, int]  # nope, turned, value
+Dims = tuple[int, int, int]  # nope, rotated, value
 CHUNKS = [(0, 9), (21, 14), (5, 1)]
 
 
-def latent_case(chunks: list[tuple[int, int]], rank: int, turned: int, block_size: int, dtype: torch.dtype) -> Paged:
-    case = paged([sum(chunk) for chunk in chunks], Heads(1, 1, rank + turned), block_size, dtype=dtype)
+def latent_case(chunks: list[tuple[int, int]], rank: int, rotated: int, block_size: int, dtype: torch.dtype) -> Paged:
+    case = paged([sum(chunk) for chunk in chunks], Heads(1, 1, rank + rotated), block_size, dtype=dtype)
     return replace(case, value_cache=case.key_cache[..., :rank])
 
 
@@ -71,12 +71,12 @@ def check(
     wide = rand(int(begins[-1]), num_heads * sum(dims[:2]) + 5, dtype=dtype, seed=2)
     query = wide.as_strided((len(wide), num_heads, sum(dims[:2])), (wide.stride(0), sum(dims[:2]), 1))
     weights = weights_of(case, num_heads, dims)
-    turned = torch.full((num_pages * page, padded_dim(dims[1])), float("nan"), dtype=dtype, device=DEVICE)
+    rotated = torch.full((num_pages * page, padded_dim(dims[1])), float("nan"), dtype=dtype, device=DEVICE)
     out = torch.full((len(wide), num_heads * dims[2]), UNTOUCHED, dtype=dtype, device=DEVICE)
     for first in range(0, num_heads, at_once):
         heads = min(at_once, num_heads - first)
         memory = allocate_expanded(dims, heads, num_pages * page, num_pages * page, dtype, DEVICE)
-        memory = replace(memory, turned=turned)
+        memory = replace(memory, rotated=rotated)
         expand_latents(case.key_cache, case.tables, plan, *weights, memory, first, page=page)
         expanded_prefill(query, memory, plan, rule, out=out, first=first, page=page)
     assert (out[:2] == UNTOUCHED).all()

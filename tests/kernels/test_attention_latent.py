@@ -29,8 +29,8 @@ UNTOUCHED = 7.0
 REAL = [pytest.param(16, 512, 64, marks=pytest.mark.skipif(not ON_GPU, reason="large"))]
 
 
-def latent_case(lengths: list[int], num_heads: int, rank: int, turned: int, block_size: int, **rest: object) -> Paged:
-    case = paged(lengths, Heads(num_heads, 1, rank + turned), block_size, **rest)  # type: ignore[arg-type]
+def latent_case(lengths: list[int], num_heads: int, rank: int, rotated: int, block_size: int, **rest: object) -> Paged:
+    case = paged(lengths, Heads(num_heads, 1, rank + rotated), block_size, **rest)  # type: ignore[arg-type]
     return replace(case, value_cache=case.key_cache[..., :rank])
 
 
@@ -75,11 +75,11 @@ def test_rows_of_any_lengths_match_the_reference(seed: int) -> None:
     check_decode(latent_case(lengths, *sizes, rng.choice([1, 4, 16]), dtype=rng.choice(DTYPES), seed=seed))
 
 
-@pytest.mark.parametrize(("num_heads", "rank", "turned"), REAL)
+@pytest.mark.parametrize(("num_heads", "rank", "rotated"), REAL)
 @pytest.mark.parametrize("dtype", [*DTYPES, FLOAT8])
-def test_rows_of_a_real_size(num_heads: int, rank: int, turned: int, dtype: torch.dtype) -> None:
-    check_decode(latent_case([700, 1, 33, 4000], num_heads, rank, turned, 16, dtype=dtype))
-    check_decode(latent_case([300, 65], 128, rank, turned, 16, dtype=dtype))
+def test_rows_of_a_real_size(num_heads: int, rank: int, rotated: int, dtype: torch.dtype) -> None:
+    check_decode(latent_case([700, 1, 33, 4000], num_heads, rank, rotated, 16, dtype=dtype))
+    check_decode(latent_case([300, 65], 128, rank, rotated, 16, dtype=dtype))
 
 
 def test_many_heads_are_read_in_groups() -> None:
@@ -123,11 +123,11 @@ def test_chunks_of_any_shape_match_the_reference(seed: int) -> None:
     check_chunks(chunks, latent_case([sum(chunk) for chunk in chunks], *sizes, dtype=rng.choice(DTYPES)))
 
 
-@pytest.mark.parametrize(("num_heads", "rank", "turned"), REAL)
+@pytest.mark.parametrize(("num_heads", "rank", "rotated"), REAL)
 @pytest.mark.parametrize("dtype", [*DTYPES, FLOAT8])
-def test_chunks_of_a_real_size(num_heads: int, rank: int, turned: int, dtype: torch.dtype) -> None:
+def test_chunks_of_a_real_size(num_heads: int, rank: int, rotated: int, dtype: torch.dtype) -> None:
     chunks = [(0, 200), (300, 77), (64, 1)]
-    check_chunks(chunks, latent_case([sum(chunk) for chunk in chunks], num_heads, rank, turned, 16, dtype=dtype))
+    check_chunks(chunks, latent_case([sum(chunk) for chunk in chunks], num_heads, rank, rotated, 16, dtype=dtype))
 
 
 @pytest.mark.parametrize(("tokens", "heads", "inputs", "outputs", "rest"), [(3, 2, 16, 40, 8), (20, 3, 33, 16, 0)])
@@ -146,14 +146,14 @@ def test_heads_are_multiplied_by_their_own_weights(
     assert torch.equal(found[..., outputs:], by_head[..., inputs:])
 
 
-def test_latents_are_normed_turned_and_stored() -> None:
-    generator, (tokens, heads, rank, turned) = torch.Generator().manual_seed(0), (4, 3, 24, 8)
+def test_latents_are_normed_rotated_and_stored() -> None:
+    generator, (tokens, heads, rank, rotated) = torch.Generator().manual_seed(0), (4, 3, 24, 8)
     dtype = torch.float32
-    wide = torch.randn(tokens, 10 + rank + turned, generator=generator).to(DEVICE, dtype)
-    query = torch.randn(tokens, heads, 6 + turned, generator=generator).to(DEVICE, dtype)
+    wide = torch.randn(tokens, 10 + rank + rotated, generator=generator).to(DEVICE, dtype)
+    query = torch.randn(tokens, heads, 6 + rotated, generator=generator).to(DEVICE, dtype)
     weight = torch.randn(rank, generator=generator).to(DEVICE, dtype)
-    angles = torch.randn(20, turned // 2, generator=generator).to(DEVICE)
-    memory = torch.zeros(6, 1, 4, rank + turned, device=DEVICE)
+    angles = torch.randn(20, rotated // 2, generator=generator).to(DEVICE)
+    memory = torch.zeros(6, 1, 4, rank + rotated, device=DEVICE)
     tables = torch.tensor([[5, 2, 1], [3, 4, 0]], dtype=torch.int32, device=DEVICE)
     positions, rows = torch.tensor([9, 2, 0, 13], device=DEVICE), torch.tensor([0, 1, -1, 1], device=DEVICE)
     latents, before = wide[:, 10:], query.clone()

@@ -58,21 +58,21 @@ def expected(
     )  # fmt: skip
 
 
-def plan_of(heads: Heads, size: int, rows: int, dtype: torch.dtype, *, turned: bool) -> SplitPlan:
-    config = SplitConfig(8 if turned else 16, 16, 1, 3, 3, 1, swap_ab=turned)
+def plan_of(heads: Heads, size: int, rows: int, dtype: torch.dtype, *, swap_ab: bool) -> SplitPlan:
+    config = SplitConfig(8 if swap_ab else 16, 16, 1, 3, 3, 1, swap_ab=swap_ab)
     shape = torch.empty(1, heads.kv, size, heads.dim, dtype=dtype, device=DEVICE)
     return allocate_split_plan(shape, heads.query, rows, config=config)
 
 
 @pytest.mark.parametrize("features", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("name", ["float8", "float8 turned", "int8", "int4"])
+@pytest.mark.parametrize("name", ["float8", "float8 swap_ab", "int8", "int4"])
 @pytest.mark.parametrize(("dim", "size"), [(32, 4), (24, 16)])
 def test_decode_rows_match_the_reference(name: str, features: dict[str, object], dim: int, size: int) -> None:
-    name, turned = name.split(maxsplit=1)[0], "turned" in name
+    name, swap_ab = name.split(maxsplit=1)[0], "swap_ab" in name
     heads = Heads(4, 2, dim)
     rule, pair = rule_for(heads, **features), sides(name, heads, size, 12)
     lengths, tables = [37 % (3 * size) + 1, 5], torch.tensor([[3, 7, 1], [9, 2, 0]], dtype=torch.int32, device=DEVICE)
-    plan = plan_of(heads, size, 2, NAMES[name], turned=turned)
+    plan = plan_of(heads, size, 2, NAMES[name], swap_ab=swap_ab)
     fill_split_plan(plan, torch.tensor(lengths, device=DEVICE), window=rule.window)
     query = torch.randn(2, 4, dim, generator=torch.Generator().manual_seed(3)).to(DEVICE, DTYPES[0])
     scales = (pair[0].scales, pair[1].scales)
@@ -87,7 +87,7 @@ def test_decode_rows_match_the_reference(name: str, features: dict[str, object],
 def test_values_of_any_size_keep_their_precision(name: str, factor: float) -> None:
     heads = Heads(2, 1, 32)
     pair, rule = sides(name, heads, 16, 3, factor), AttentionRule(1e-3 / factor)
-    plan = plan_of(heads, 16, 1, NAMES[name], turned=False)
+    plan = plan_of(heads, 16, 1, NAMES[name], swap_ab=False)
     fill_split_plan(plan, torch.tensor([40], device=DEVICE))
     tables = torch.tensor([[2, 0, 1]], dtype=torch.int32, device=DEVICE)
     query = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(3)).to(DEVICE, DTYPES[0])
@@ -134,7 +134,7 @@ def test_rows_that_share_a_prefix_match_the_reference(name: str) -> None:
     heads = Heads(4, 2, 32)
     rule, pair = rule_for(heads), sides(name, heads, 4, 8)
     tables = torch.tensor([[3, 7, 1], [3, 7, 5]], dtype=torch.int32, device=DEVICE)
-    plan, config = plan_of(heads, 4, 2, NAMES[name], turned=False), SplitConfig(16, 16, 4, 3, 3, 1)
+    plan, config = plan_of(heads, 4, 2, NAMES[name], swap_ab=False), SplitConfig(16, 16, 4, 3, 3, 1)
     shape = torch.empty(1, 2, 4, 32, dtype=NAMES[name], device=DEVICE)
     cascade = allocate_cascade_plan(shape, 4, 2, 4, config=None if ON_GPU else config)
     cascade.numbers.copy_(torch.from_numpy(lay_out_groups(cascade, [SharedPrefix((0, 1), 8, 0)])))
@@ -156,7 +156,7 @@ def test_a_row_with_a_nan_fails_alone(name: str, side: int) -> None:
     pair, rule = sides(name, heads, 4, 6), rule_for(heads)
     pair[side].scales[2, 0, 1] = float("nan")
     tables = torch.tensor([[3, 5], [2, 4], [0, 1]], dtype=torch.int32, device=DEVICE)
-    plan = plan_of(heads, 4, 3, NAMES[name], turned=False)
+    plan = plan_of(heads, 4, 3, NAMES[name], swap_ab=False)
     fill_split_plan(plan, torch.tensor([7, 6, 8], device=DEVICE))
     query = torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(6)).to(DEVICE, DTYPES[0])
     caches, scales = (pair[0].held, pair[1].held, tables), (pair[0].scales, pair[1].scales)
@@ -166,14 +166,14 @@ def test_a_row_with_a_nan_fails_alone(name: str, side: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("dim", "turned", "norms"), [(32, 32, False), (24, 8, True)])
-def test_what_is_written_is_what_the_reference_writes(name: str, dim: int, turned: int, *, norms: bool) -> None:
+@pytest.mark.parametrize(("dim", "rotated", "norms"), [(32, 32, False), (24, 8, True)])
+def test_what_is_written_is_what_the_reference_writes(name: str, dim: int, rotated: int, *, norms: bool) -> None:
     heads, size = Heads(2, 2, dim), 4
     pair, plain = sides(name, heads, size, 6), torch.zeros(2, 6, 2, size, dim, device=DEVICE)
     generator = torch.Generator().manual_seed(7)
     qkv = torch.randn(5, 6, dim, generator=generator).to(DEVICE)
     qkv[2, 5, 3], qkv[4, 2] = float("nan"), 0.0  # of a value; a key
-    table = torch.randn(16, turned, generator=generator).to(DEVICE)
+    table = torch.randn(16, rotated, generator=generator).to(DEVICE)
     positions, rows = torch.tensor([0, 1, 5, 9, 3], device=DEVICE), torch.tensor([0, 0, 1, -1, 1], device=DEVICE)
     blocks = torch.tensor([[4, 1], [2, 3]], dtype=torch.int32, device=DEVICE)
     weights = HeadNorms(torch.ones(dim, device=DEVICE), torch.full((dim,), 2.0, device=DEVICE), 1e-6)

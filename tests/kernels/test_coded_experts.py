@@ -15,15 +15,15 @@ from quire.kernels.cuda.coded_experts import (
     CodedStack,
     choose_coded_tile,
     choose_groups,
-    coded_product,
+    coded_gemm,
     pack_codes,
     stack_codes,
     takes_codes,
 )
 from quire.kernels.triton.activation import ACTIVATIONS
 from quire.kernels.triton.expand_codes import expand_codes
-from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, grouped_product, route
-from quire.kernels.triton.nibble_products import PackedNibbles, pack_nibbles
+from quire.kernels.triton.gemm_w4 import PackedW4, pack_w4
+from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, grouped_gemm, route
 from quire.kernels.triton.place_rows import PlacedRows, place_rows
 from quire.runtime.quantization.mxfp4 import LEVELS
 from triton_cases import DEVICE, rand
@@ -33,13 +33,13 @@ USED = 2
 PARTS = ((0, 0), (3, 0), (6, 1), (-3, 2))  # of the four codes of a word: shifts to their place, and of the sign
 
 
-def make_weight(outputs: int, inputs: int, seed: int, largest: int = 2) -> tuple[PackedNibbles, Tensor]:
+def make_weight(outputs: int, inputs: int, seed: int, largest: int = 2) -> tuple[PackedW4, Tensor]:
     """Random codes and scales, and the numbers they stand for."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8)
     scales = torch.exp2(torch.randint(-9, largest, (outputs, inputs // 32), generator=generator).float()).bfloat16()
     values = LEVELS[codes.int()] * scales.float().repeat_interleave(32, 1)
-    return pack_nibbles(codes.to(DEVICE), scales.to(DEVICE), None), values.to(DEVICE)
+    return pack_w4(codes.to(DEVICE), scales.to(DEVICE), None), values.to(DEVICE)
 
 
 def make_stack(num: int, outputs: int, inputs: int, *, interleaved: bool) -> tuple[CodedStack, Stack]:
@@ -147,7 +147,7 @@ def test_the_kernels_of_all_steps_are_compiled_ahead(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(coded_experts, "is_compiling_only", lambda: True)
     stack, _ = make_stack(5, 64, 64, interleaved=False)
     routing = route(rand(1, 5), USED, GroupedTiling(32, 64, 64, 4, 3), is_normalized=True)
-    coded_product(place_rows(rand(1, 64).to(BF16), routing, 32, num_used=USED), stack, routing)
+    coded_gemm(place_rows(rand(1, 64).to(BF16), routing, 32, num_used=USED), stack, routing)
     steps = [(choose_coded_tile(pairs, 5), pairs) for pairs in range(1, 1000)]
     assert begun == {(tile, choose_groups(tile, pairs, 5)) for tile, pairs in steps if tile is not None}
 
@@ -158,9 +158,9 @@ def products(
     tiling = GroupedTiling(tile, 64, 64, 4, 3)
     routing = route(rand(tokens, len(stack.data), seed=9) * 2, USED, tiling, is_normalized=True)
     x = rand(tokens, stack.inputs, seed=2).to(BF16) * 0.1
-    wanted = grouped_product(x, values, routing, tiling, num_used=USED, activation=activation, clamp=clamp)
+    wanted = grouped_gemm(x, values, routing, tiling, num_used=USED, activation=activation, clamp=clamp)
     placed = place_rows(x, routing, tile, num_used=USED)
-    return coded_product(placed, stack, routing, activation=activation, clamp=clamp), wanted, routing, x
+    return coded_gemm(placed, stack, routing, activation=activation, clamp=clamp), wanted, routing, x
 
 
 def unplaced(rows: PlacedRows, routing: Routing) -> Tensor:
@@ -198,7 +198,7 @@ def test_a_gated_result_is_in_the_places_of_the_next_product(activation: str, cl
     inner = unplaced(found, routing)
     torch.testing.assert_close(inner, wanted, rtol=1e-2, atol=2e-2)
     down, numbers = make_stack(5, 192, 128, interleaved=False)
-    y = coded_product(found, down, routing, early=True, dependent=True)
+    y = coded_gemm(found, down, routing, early=True, dependent=True)
     assert isinstance(y, Tensor)
-    wanted = grouped_product(inner, numbers, routing, GroupedTiling(tile, 64, 64, 4, 3), num_used=1)
+    wanted = grouped_gemm(inner, numbers, routing, GroupedTiling(tile, 64, 64, 4, 3), num_used=1)
     torch.testing.assert_close(y, wanted, rtol=1e-2, atol=2e-2)

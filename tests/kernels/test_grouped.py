@@ -16,7 +16,7 @@ from quire.kernels.triton.grouped import (
     Stack,
     choose_grouped_tilings,
     combine,
-    grouped_product,
+    grouped_gemm,
     most_tiles,
     route,
 )
@@ -30,8 +30,8 @@ def mix(
     x: Tensor, stacks: tuple[Stack, Stack], routing: Routing, tiling: GroupedTiling, clamp: Clamp | None = None
 ) -> Tensor:
     used = routing.chosen.shape[1]
-    inner = grouped_product(x, stacks[0], routing, tiling, num_used=used, activation="silu", clamp=clamp)
-    return combine(grouped_product(inner, stacks[1], routing, tiling, num_used=1), routing)
+    inner = grouped_gemm(x, stacks[0], routing, tiling, num_used=used, activation="silu", clamp=clamp)
+    return combine(grouped_gemm(inner, stacks[1], routing, tiling, num_used=1), routing)
 
 
 def weights(num: int, hidden: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -233,10 +233,10 @@ def test_tiles_are_bounded(pairs: int, num: int, block_m: int, tiles: int) -> No
 def test_what_is_laid_out_otherwise_is_refused() -> None:
     routing = route(rand(3, 4), 2, SMALL, is_normalized=True)
     with pytest.raises(ValueError, match="pairs / num_used"):
-        grouped_product(rand(4, 32), Stack(rand(4, 16, 32), None), routing, SMALL, num_used=2)
+        grouped_gemm(rand(4, 32), Stack(rand(4, 16, 32), None), routing, SMALL, num_used=2)
     with pytest.raises(ValueError, match="at least one expert"):
         route(rand(3, 4), 5, SMALL, is_normalized=True)
     with pytest.raises(ValueError, match="consecutive experts"):
         route(rand(3, 4), 2, SMALL, is_normalized=True, own=range(3, 5))
     with pytest.raises(ValueError, match="own experts"):
-        grouped_product(rand(3, 32), Stack(rand(3, 16, 32), None), routing, SMALL, num_used=2)
+        grouped_gemm(rand(3, 32), Stack(rand(3, 16, 32), None), routing, SMALL, num_used=2)

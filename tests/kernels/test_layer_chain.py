@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.gpu.rest_layers import BLOCK, Chain, Sizes
-from quire.kernels.triton.products import Workspace
-from quire.kernels.triton.products_plan import MOST_ROWS
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_skinny_plan import MOST_ROWS
 from triton_cases import DEVICE
 
 TINY = Sizes("tiny", hidden=32, intermediate=32, queries=2, keys=1, layers=1, dim=16)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.reference.lora import add_low_rank
-from quire.kernels.triton import lora, lora_few
+from quire.kernels.triton import lora, lora_gemv
 from quire.runtime.worker.adapters import tile_tokens
 from triton_cases import DEVICE, DTYPES, TOLERANCE, rand
 
@@ -87,7 +87,7 @@ def test_long_runs_of_one_adapter_take_larger_tiles() -> None:
 def test_rows_are_multiplied_together_where_many_share_an_adapter(
     most: int, rows: int, slots: int, together: bool
 ) -> None:
-    assert lora.takes_many(most, rows, slots) == together
+    assert lora.takes_gemm(most, rows, slots) == together
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,9 +100,9 @@ def test_both_kernels_agree_on_a_step_whose_rows_share_adapters(
     ranks, blocks = torch.tensor(RANKS, dtype=torch.int32, device=DEVICE), lora.OutputBlocks.of(PARTS, DEVICE)
     outs = [rand(len(slots), OUTPUTS, dtype=dtype, seed=5) for _ in range(2)]
     before = outs[0].clone()
-    few = lora_few.add_few_tiles
+    few = lora_gemv.add_gemv_tiles
     few(outs[0], x, a, b, ranks, order, tiles, blocks.wide, are_aligned=blocks.are_aligned)
-    monkeypatch.setattr(lora, "add_few_tiles", lambda *_, **__: taken.append("few"))
+    monkeypatch.setattr(lora, "add_gemv_tiles", lambda *_, **__: taken.append("few"))
     lora.add_tiles(outs[1], x, a, b, ranks, order, tiles, 4, blocks)
     assert not taken
     assert not torch.equal(outs[0], before)
@@ -111,8 +111,8 @@ def test_both_kernels_agree_on_a_step_whose_rows_share_adapters(
 
 @pytest.mark.parametrize("most", [16, 64])
 def test_inputs_that_are_split_over_programs_add_up(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = lora_few.CONFIG._replace(inputs=128)
-    monkeypatch.setattr(lora, "add_few_tiles", partial(lora_few.add_few_tiles, config=small))
+    small = lora_gemv.CONFIG._replace(inputs=128)
+    monkeypatch.setattr(lora, "add_gemv_tiles", partial(lora_gemv.add_gemv_tiles, config=small))
     check([0, 1, -1, 0], 2 * 128 + 8, torch.float32, most=most)
     check([0] * 5 + [1, -1, 0], 2 * 128, torch.float32, most=most)
 
@@ -120,8 +120,8 @@ def test_inputs_that_are_split_over_programs_add_up(most: int, monkeypatch: pyte
 @pytest.mark.parametrize("most", [16, 64])
 def test_outputs_are_cut_into_blocks(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "OUTPUT_BLOCK", 16)
-    small = lora_few.CONFIG._replace(outputs=16)
-    monkeypatch.setattr(lora, "add_few_tiles", partial(lora_few.add_few_tiles, config=small))
+    small = lora_gemv.CONFIG._replace(outputs=16)
+    monkeypatch.setattr(lora, "add_gemv_tiles", partial(lora_gemv.add_gemv_tiles, config=small))
     check([0, 1, -1, 3], 32, torch.float32, most=most, wide=16)
     check([0, 1, -1, 3], 32, torch.float32, parts=ALIGNED, most=most, wide=16)
 
@@ -144,14 +144,14 @@ def test_changes_are_zero_where_no_adapter_changes_an_output(slots: list[int], d
     ranks = torch.tensor(RANKS, dtype=torch.int32, device=DEVICE)
     blocks = lora.OutputBlocks.of(WHOLE, DEVICE)
     assert blocks.num_outputs == OUTPUTS
-    low, found = lora_few.empty_low(x, a, order), torch.full((len(slots), OUTPUTS), torch.nan).to(DEVICE, dtype)
-    lora_few.shrink(low, x, a, b, ranks, order, tiles)
-    lora_few.expand(found, low, b, ranks, order, tiles, blocks.wide, are_aligned=blocks.are_aligned, slots=of_rows)
+    low, found = lora_gemv.empty_low(x, a, order), torch.full((len(slots), OUTPUTS), torch.nan).to(DEVICE, dtype)
+    lora_gemv.shrink(low, x, a, b, ranks, order, tiles)
+    lora_gemv.expand(found, low, b, ranks, order, tiles, blocks.wide, are_aligned=blocks.are_aligned, slots=of_rows)
     wanted = torch.zeros(found.shape, device=DEVICE)
     groups = [(slot, torch.tensor(np.flatnonzero(np.array(slots) == slot), device=DEVICE)) for slot in range(4)]
     add_low_rank(wanted, x.float(), a.float(), b.float(), groups, RANKS, WHOLE)
     torch.testing.assert_close(found.float(), wanted, rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
     product = rand(len(slots), OUTPUTS, dtype=dtype, seed=5)
     total = (product.float() + found.float()).to(dtype)
-    lora_few.add_change(product, found)
+    lora_gemv.add_change(product, found)
     torch.testing.assert_close(product, total, rtol=0, atol=0)

@@ -54,8 +54,8 @@ def test_queries_turn_and_keys_and_values_reach_their_slots(
         torch.testing.assert_close(cache, wanted, **near)
 
 
-@pytest.mark.parametrize("turned", [64, 16])
-def test_heads_may_be_normed_after_they_are_rotated(turned: int) -> None:
+@pytest.mark.parametrize("rotated", [64, 16])
+def test_heads_may_be_normed_after_they_are_rotated(rotated: int) -> None:
     qkv, weights = rand(5, 3 + 2 * 1, 64), rand(2, 64, seed=3)
     positions, rows = _step(4)
     caches = tuple(rand(8, 1, 4, 64, seed=i) for i in (1, 2))
@@ -63,7 +63,7 @@ def test_heads_may_be_normed_after_they_are_rotated(turned: int) -> None:
     found = {}
     for into, norms in ((plain, None), (normed, HeadNorms(*weights, 1e-6, is_last=True))):
         given = qkv.clone().flatten(1)
-        rotate_and_store(given, _table(turned), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*into), norms=norms)
+        rotate_and_store(given, _table(rotated), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*into), norms=norms)
         found[norms is None] = given.view(5, -1, 64)[:, :3]
     for token in range(5):
         wanted = found[True][token] if rows[token] < 0 else rms_norm(found[True][token], weights[0], 1e-6)
@@ -74,19 +74,19 @@ def test_heads_may_be_normed_after_they_are_rotated(turned: int) -> None:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("dim", "turned"), [(64, 16), (80, 32), (96, 2), (64, 0)])
-def test_numbers_behind_those_that_turn_stay(dim: int, turned: int, normed: bool) -> None:
+@pytest.mark.parametrize(("dim", "rotated"), [(64, 16), (80, 32), (96, 2), (64, 0)])
+def test_numbers_behind_the_rotated_ones_stay(dim: int, rotated: int, normed: bool) -> None:
     qkv, weights = rand(5, 3 + 2 * 1, dim), rand(2, dim, seed=3)
     positions, rows = _step(4)
     caches = tuple(rand(8, 1, 4, dim, seed=i) for i in (1, 2))
     wanted_caches = tuple(cache.clone() for cache in caches)
-    table = _table(turned) if turned else torch.empty(64, 0, device=DEVICE)
+    table = _table(rotated) if rotated else torch.empty(64, 0, device=DEVICE)
     query, _ = reference.rotate_and_store(
         qkv, table, positions, rows, BLOCKS, wanted_caches, norms=(*weights, 1e-6) if normed else None
     )
     found = qkv.clone().flatten(1)
     rotate_and_store(
-        found, table if turned else None, positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches),
+        found, table if rotated else None, positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches),
         norms=HeadNorms(*weights, 1e-6) if normed else None,
     )  # fmt: skip
     torch.testing.assert_close(found.view(5, -1, dim)[:, :3], query)
@@ -133,17 +133,17 @@ def test_a_change_is_added_before_norms_and_turns_to_values_too(normed: bool) ->
         torch.testing.assert_close(cache, wanted)
 
 
-@pytest.mark.parametrize("turned", [64, 16])
-def test_queries_alone_turn_and_leave_the_cache_as_it_is(turned: int) -> None:
+@pytest.mark.parametrize("rotated", [64, 16])
+def test_queries_alone_are_rotated_and_leave_the_cache_as_it_is(rotated: int) -> None:
     qkv, weights = rand(5, 3 + 2 * 2, 64), rand(2, 64, seed=3)
     positions, rows = _step(4)
     caches = torch.ones(2, 8, 2, 4, 64, device=DEVICE)
     query, _ = reference.rotate_and_store(
-        qkv, _table(turned), positions, rows, BLOCKS, tuple(caches.clone()), norms=(*weights, 1e-6)
+        qkv, _table(rotated), positions, rows, BLOCKS, tuple(caches.clone()), norms=(*weights, 1e-6)
     )
     found, norms = qkv[:, :3].flatten(1), HeadNorms(*weights, 1e-6)
     rotate_and_store(
-        found, _table(turned), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches), norms=norms, stores=False
+        found, _table(rotated), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches), norms=norms, stores=False
     )
     torch.testing.assert_close(found.view(5, 3, 64), query)
     assert bool((caches == 1).all())

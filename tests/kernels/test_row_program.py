@@ -11,9 +11,9 @@ import torch
 
 from quire.config.model import Heads
 from quire.kernels.cuda import row_program, row_records
-from quire.kernels.cuda.row_phases import Phase, ProductPhase
+from quire.kernels.cuda.row_phases import GemvPhase, Phase
 from quire.kernels.cuda.row_program import RowProgram, takes_phase, why_not_row_program
-from quire.kernels.triton.nibble_products import pack_nibbles
+from quire.kernels.triton.gemm_w4 import pack_w4
 from quire.runtime.layers.row_programs import CudaRowKernel, RowRun
 from row_bench import NoKernel, RowBench
 from row_cases import BF16, FLOAT8, AttentionCase, check_program, product_of
@@ -27,7 +27,7 @@ KINDS = ["bf16", "fp8", "int8", "nibbles 32", "nibbles 64", "nibbles 128", "offs
 SIZES = [(48, 64), (100, 576), (1000, 1536), (576, 1536), (4096, 14336), (1, 4096), (6144, 4096)]
 
 
-def made(kind: str, outputs: int, inputs: int, **more: Any) -> ProductPhase:
+def made(kind: str, outputs: int, inputs: int, **more: Any) -> GemvPhase:
     """A product, where the groups of its weight divide the inputs; else the test is skipped."""
     group = kind.partition(" ")[2]
     if group and inputs % int(group):
@@ -69,7 +69,7 @@ def test_products_that_are_added_to_the_stream(kind: str, outputs: int, inputs: 
 def test_norms_may_have_float32_weights() -> None:
     phase = product_of("bf16", 100, 576, norm=True, of_stream=True)
     assert phase.norm is not None
-    wide = ProductPhase(phase.weight, None, phase.target, norm=phase.norm._replace(weight=phase.norm.weight.float()))
+    wide = GemvPhase(phase.weight, None, phase.target, norm=phase.norm._replace(weight=phase.norm.weight.float()))
     assert takes_phase(wide)
     check_program(RowProgram, [wide], rand(1, 576, dtype=BF16, seed=3))
 
@@ -93,8 +93,8 @@ def test_attention_of_every_group_of_query_heads(num_kv: int, group: int, contex
 
 FEATURES: dict[str, AttentionCase] = {
     "head norms": AttentionCase(norms=True),
-    "half of a head turns": AttentionCase(turned=64),
-    "nothing turns": AttentionCase(turned=0),
+    "half of a head is rotated": AttentionCase(rotated=64),
+    "nothing is rotated": AttentionCase(rotated=0),
     "a window": AttentionCase(window=100),
     "a window of one token": AttentionCase(window=1),
     "a window of another table": AttentionCase(window=513, table=1),
@@ -139,9 +139,9 @@ def layer_of(kind: str, hidden: int, case: AttentionCase, seed: int) -> tuple[li
     out = product_of(kind, hidden, len(attention.target), to_stream=True, adds=True, seed=seed + 1)
     gate_up = product_of(kind, 3 * hidden, hidden, norm=True, activation="silu", of_stream=True, seed=seed + 2)
     down = product_of(kind, hidden, 3 * hidden, to_stream=True, adds=True, seed=seed + 3)
-    first = ProductPhase(qkv.weight, None, attention.source, qkv.bias, qkv.norm)
-    second = ProductPhase(out.weight, attention.target, None, adds=True)
-    last = ProductPhase(down.weight, gate_up.target, None, adds=True)
+    first = GemvPhase(qkv.weight, None, attention.source, qkv.bias, qkv.norm)
+    second = GemvPhase(out.weight, attention.target, None, adds=True)
+    last = GemvPhase(down.weight, gate_up.target, None, adds=True)
     return [first, attention, second, gate_up, last], tables
 
 
@@ -183,7 +183,7 @@ def test_large_groups_of_4_bit_weights_of_many_inputs(group: int) -> None:
     levels = torch.randint(0, 16, (96, 7168), dtype=torch.uint8, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     scales, offsets = (rand(96, 7168 // group, dtype=BF16, seed=seed, scale=0.02) for seed in (5, 6))
     target = torch.zeros(96, dtype=BF16, device=DEVICE)
-    phase = ProductPhase(pack_nibbles(levels, scales, offsets), rand(7168, dtype=BF16), target)
+    phase = GemvPhase(pack_w4(levels, scales, offsets), rand(7168, dtype=BF16), target)
     check_program(RowProgram, [phase], rand(1, 64, dtype=BF16))
 
 
@@ -263,8 +263,8 @@ def test_gated_products_by_other_activations(activation: str) -> None:
 def test_groups_of_4_bit_weights_and_their_factors(group: int, dtype: torch.dtype) -> None:
     levels = torch.randint(0, 16, (96, 1024), dtype=torch.uint8, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     scales, offsets = (rand(96, 1024 // group, dtype=dtype, seed=seed, scale=0.02) for seed in (5, 6))
-    phase = ProductPhase(
-        pack_nibbles(levels, scales, offsets), rand(1024, dtype=BF16), torch.zeros(96, dtype=BF16, device=DEVICE)
+    phase = GemvPhase(
+        pack_w4(levels, scales, offsets), rand(1024, dtype=BF16), torch.zeros(96, dtype=BF16, device=DEVICE)
     )
     assert takes_phase(phase)
     check_program(RowProgram, [phase], rand(1, 64, dtype=BF16))

@@ -26,9 +26,9 @@ def linear_modules(model: nn.Module) -> dict[str, tuple[int, int]]:
     found = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        is_turned = type(module).__name__ == "Conv1D"
-        if (isinstance(module, nn.Linear) or is_turned) and not any(word in name for word in LEFT_OUT):
-            outputs, inputs = weight.shape[::-1] if is_turned else weight.shape
+        is_transposed = type(module).__name__ == "Conv1D"
+        if (isinstance(module, nn.Linear) or is_transposed) and not any(word in name for word in LEFT_OUT):
+            outputs, inputs = weight.shape[::-1] if is_transposed else weight.shape
             found[name] = (inputs, outputs)
     return found
 

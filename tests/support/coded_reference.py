@@ -32,7 +32,7 @@ def reference_product(
     x: PlacedRows, stack: CodedStack, routing: Routing, *, activation: str | None = None, clamp: Clamp | None = None,
     early: bool = False, dependent: bool = False,
 ) -> PlacedRows | Tensor:  # fmt: skip
-    """As `coded_product`; a gate is clamped silu."""
+    """As `coded_gemm`; a gate is clamped silu."""
     pairs, tile = routing.chosen.numel(), x.tile
     out = torch.full((pairs, stack.outputs), float("nan"), dtype=x.data.dtype)
     made = PlacedRows(torch.full((len(x.data), stack.outputs // 128, tile, 64), float("nan")).to(x.data), x.counts)

@@ -18,13 +18,13 @@ from triton.runtime.jit import JITFunction
 
 from h200 import H200
 from quire.kernels.attention_rule import AttentionRule
-from quire.kernels.triton import compiling, norm, products_hopper
+from quire.kernels.triton import compiling, gemm_scaled_hopper, norm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.attention_hopper import hopper_prefill
 from quire.kernels.triton.compiling import compiling_only, stop_background
+from quire.kernels.triton.gemm_scaled_hopper_plan import HopperTiling
+from quire.kernels.triton.gemm_skinny import Workspace
 from quire.kernels.triton.norm import rms_norm
-from quire.kernels.triton.products import Workspace
-from quire.kernels.triton.products_hopper_plan import HopperTiling
 
 
 def step(rows: int, columns: int = 64) -> None:
@@ -43,13 +43,13 @@ def prompts(dim: int) -> None:
 
 def scaled_products() -> None:
     """The products that are written in Gluon, with all that they take along."""
-    products_hopper.takes_weight = lambda weight: True  # it lies on no GPU
+    gemm_scaled_hopper.takes_weight = lambda weight: True  # it lies on no GPU
     workspace, scale = Workspace.make(torch.device("cpu")), torch.ones(128)
     for dtype, activation in ((torch.int8, "silu"), (torch.float8_e4m3fn, None)):
         x = torch.zeros(128, 256, dtype=dtype)
         outputs, parts = (128, 1) if activation is None else (64, 2)
         out = torch.zeros(128, outputs, dtype=torch.bfloat16)
-        products_hopper.scaled_product(
+        gemm_scaled_hopper.scaled_gemm(
             x, x, workspace, x_scale=scale, weight_scale=scale, bias=scale, residual=out, activation=activation,
             out=out, tiling=HopperTiling(64, 64, splits=2, stages=3, parts=parts), dependent=True,
         )  # fmt: skip

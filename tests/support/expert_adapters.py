@@ -26,14 +26,14 @@ class Parameter(NamedTuple):
     module: str  # of the experts
     name: str
     value: Tensor
-    turned: bool  # [experts, inputs, outputs]
+    transposed: bool  # [experts, inputs, outputs]
     in_turns: bool  # outputs of gate and up
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Experts, inputs, outputs."""
         experts, first, second = self.value.shape
-        return (experts, first, second) if self.turned else (experts, second, first)
+        return (experts, first, second) if self.transposed else (experts, second, first)
 
     def rows(self, part: str) -> slice:
         """The outputs of one of an expert's matrices."""
@@ -44,7 +44,7 @@ class Parameter(NamedTuple):
 
     def add(self, expert: int, outputs: slice, change: Tensor) -> None:
         """change [outputs, inputs]"""
-        mine = self.value.data[expert].t() if self.turned else self.value.data[expert]
+        mine = self.value.data[expert].t() if self.transposed else self.value.data[expert]
         mine[outputs] += change
 
 
@@ -78,7 +78,7 @@ def make_expert_adapter(
                 b = torch.randn(outputs // len(parts), mine, generator=generator) * 0.3
                 tensors |= {f"{name}.lora_A.weight": a.to(dtype), f"{name}.lora_B.weight": b.to(dtype)}
         elif only(parameter.name, 0):
-            if form == "old" and not parameter.turned:
+            if form == "old" and not parameter.transposed:
                 inputs, outputs = outputs, inputs
             mine = _pattern(settings, "rank_pattern", f"{parameter.module}.{parameter.name}", rank)
             a = torch.randn(experts * mine, inputs, generator=generator) * inputs**-0.5
@@ -119,7 +119,7 @@ def _merge(parameters: dict[tuple[str, str], Parameter], path: str, a: Tensor, b
     for name in [each for parent, each in parameters if parent == module]:
         parameter = parameters[module, name]
         experts, inputs, outputs = parameter.sizes
-        is_old = settings["peft_version"] < "0.19" and not parameter.turned
+        is_old = settings["peft_version"] < "0.19" and not parameter.transposed
         if (a.shape[1], b.shape[0]) != ((outputs, inputs) if is_old else (inputs, outputs)):
             continue
         b = b * _scale(settings, f"{module}.{name}", len(a) // experts)

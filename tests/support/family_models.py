@@ -54,10 +54,19 @@ SMOL: dict[str, Any] = {
         "patch_size": 7,
     },
 }  # fmt: skip
+SIGLIP = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 7, "model_type": "siglip_vision_model", "vision_use_head": False,
+}  # fmt: skip
 # What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {"head_dim": 16},
+    "bloom": {"num_key_value_heads": ..., "intermediate_size": ..., "max_position_embeddings": ...},
+    "mpt": {
+        **dict.fromkeys(COMMON, ...), "vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 3,
+        "max_seq_len": 512, "bos_token_id": 1, "eos_token_id": 2, "attn_config": {"clip_qkv": 2.0},
+    },
     "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True, "pad_token_id": 0},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2, "pad_token_id": 0},
     "deepseek_v2": {
@@ -186,6 +195,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 8,
         },
     },
+    "llava_next": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "llama"}, "tie_word_embeddings": False,
+        "image_token_index": 10, "vision_config": {**SIGLIP, "model_type": "clip_vision_model"},
+        "image_grid_pinpoints": [[28, 56], [56, 28]],
+    },
+    "llava_onevision": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "qwen2"}, "tie_word_embeddings": False,
+        "image_token_index": 10, "vision_config": SIGLIP, "image_grid_pinpoints": [[28, 28], [56, 28]],
+    },
+    "internvl": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "qwen2"}, "tie_word_embeddings": False,
+        "image_token_id": 10, "vision_config": {
+            "model_type": "internvl_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
+        },
+    },
+    "cohere2_vision": {
+        **dict.fromkeys(COMMON, ...), "tie_word_embeddings": True, "image_token_id": 10,
+        "text_config": {**COMMON, "model_type": "cohere2", "logit_scale": 0.5, "sliding_window": 9, "pad_token_id": 0},
+        "vision_config": SIGLIP, "alignment_intermediate_size": 24,
+    },
     "smolvlm": SMOL,
     "idefics3": SMOL,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
@@ -250,6 +280,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_groups": 2, "hybrid_override_pattern": "ME*-E", "time_step_min": 1e-9, "pad_token_id": 0,
         **SIGMOIDS, "moe_shared_expert_intermediate_size": 48,
     },
+    "nemotron_h-latents": {  # like Nemotron 3 Super: experts of latents
+        "num_hidden_layers": ..., "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 2, "hybrid_override_pattern": "ME*E", "time_step_min": 1e-9, "pad_token_id": 0,
+        **SIGMOIDS, "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 32,
+    },
+    "falcon-rw": {  # like Falcon RW 1B
+        "num_key_value_heads": ..., "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True,
+    },
+    "opt-350m": {  # like OPT-350m: norms after the residual additions, projected embeddings
+        "num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 48,
+        "do_layer_norm_before": False,
+    },
     "cohere-norms": {"logit_scale": 0.5, "use_qk_norm": True, "pad_token_id": 0},  # like Command R+
     "olmo-limit": {"clip_qkv": 0.5, "pad_token_id": 0},  # like OLMo 1.7
     "stablelm-norms": {"qk_layernorm": True, "use_parallel_residual": True},  # like StableLM 2 12B
@@ -297,7 +339,7 @@ class FamilyCase:
         kind = self.name.partition("-")[0]
         packed = PACKED.get(kind)
         config = transformers.AutoConfig.for_model(packed.source if packed else kind, **settings)
-        config._attn_implementation = "eager"
+        config._attn_implementation = "sdpa" if self.name == "falcon-rw" else "eager"  # which adds its ALiBi twice
         model = hf_model(config)
         model.save_pretrained(self.directory)
         if packed is not None:

@@ -17,12 +17,13 @@ import httpx
 import uvloop
 
 from local_link import LocalLink
+from observers import NullObserver
 from quire.config.arguments import EngineArguments
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.server import ModelSource, ServerConfig
 from quire.engine.core import EngineCore
 from quire.serving.dispatch.dispatcher import Dispatcher
-from quire.serving.dispatch.observer import NullObserver, Observer
+from quire.serving.dispatch.observer import Observer
 from quire.serving.edge_main import EdgeServer, http_config
 from quire.serving.http.endpoints.app import build_app
 from quire.serving.http.limits import Limits

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
-from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight, Weight
+from quire.kernels.cuda.row_phases import AttentionPhase, GemvPhase, Phase, ScaledRowsWeight, Weight
 from quire.kernels.norm import Norm
 from quire.kernels.reference.cache_quantize import dequantize_heads, quantize_heads, split_heads
 from quire.kernels.reference.quantize import quantize_rows, quantize_rows_int8
 from quire.kernels.reference.row_program import ReferenceRowProgram
-from quire.kernels.triton.nibble_products import pack_nibbles
+from quire.kernels.triton.gemm_w4 import pack_w4
 from quire.kernels.triton.rotary import HeadNorms
 from triton_cases import DEVICE, rand
 
@@ -37,16 +37,16 @@ def weight_of(kind: str, outputs: int, inputs: int, seed: int = 0) -> Weight:
     shape = (outputs, inputs // int(group))
     scales = (rand(*shape, seed=seed + 1).abs() * 0.2 * inputs**-0.5).half()
     offsets = (rand(*shape, seed=seed + 2) * 0.5 * inputs**-0.5).half() if form == "offsets" else None
-    return pack_nibbles(levels, scales, offsets)
+    return pack_w4(levels, scales, offsets)
 
 
 def product_of(
     kind: str, outputs: int, inputs: int, *, bias: bool = False, norm: bool = False, activation: str | None = None,
     of_stream: bool = False, to_stream: bool = False, adds: bool = False, seed: int = 0,
-) -> ProductPhase:  # fmt: skip
+) -> GemvPhase:  # fmt: skip
     """outputs: those of the target."""
     rows = outputs * (1 if activation is None else 2)
-    return ProductPhase(
+    return GemvPhase(
         weight_of(kind, rows, inputs, seed),
         None if of_stream else rand(inputs, dtype=BF16, seed=seed + 10),
         None if to_stream else rand(outputs, dtype=BF16, seed=seed + 11),
@@ -65,7 +65,7 @@ class AttentionCase:
     num_kv: int = 2
     dim: int = 128
     block: int = 16
-    turned: int | None = None  # numbers of a head; None: all
+    rotated: int | None = None  # numbers of a head; None: all
     norms: bool = False
     window: int | None = None
     sinks: bool = False
@@ -80,7 +80,7 @@ class AttentionCase:
             torch.randperm(3 * line, generator=generator).int().view(3, line).to(DEVICE) for _ in range(self.table + 1)
         ]
         (key, key_scales), (value, value_scales) = (self._side(3 * line, seed + side) for side in range(2))
-        turned = self.dim if self.turned is None else self.turned
+        rotated = self.dim if self.rotated is None else self.rotated
         weights = [1.0 + rand(self.dim, dtype=BF16, seed=seed + 20 + each, scale=0.1) for each in range(2)]
         rule = AttentionRule(
             self.dim**-0.5,
@@ -92,7 +92,7 @@ class AttentionCase:
             torch.zeros(self.num_query * self.dim, dtype=BF16, device=DEVICE),
             self.num_query, self.num_kv, self.dim,
             HeadNorms(weights[0], weights[1], 1e-6) if self.norms else None,
-            _angles(max_length, turned) if turned else None, key, value,
+            _angles(max_length, rotated) if rotated else None, key, value,
             None if key_scales is None or value_scales is None else (key_scales, value_scales), self.table, rule,
         )  # fmt: skip
         return phase, tables
@@ -113,8 +113,8 @@ class AttentionCase:
         return held, scales
 
 
-def _angles(length: int, turned: int) -> Tensor:
-    angle = torch.arange(length)[:, None] / 10_000.0 ** (torch.arange(0, turned, 2) / turned)
+def _angles(length: int, rotated: int) -> Tensor:
+    angle = torch.arange(length)[:, None] / 10_000.0 ** (torch.arange(0, rotated, 2) / rotated)
     return torch.cat((angle.cos(), angle.sin()), dim=1).to(BF16).to(DEVICE)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from queue import Queue
+from queue import Empty, Queue
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.stages import resolve_pipeline, stage_models
+from quire.runtime.executor.transfers import TransferMerger
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.base import BaseModel
@@ -22,12 +24,13 @@ from quire.runtime.models.build import build_model
 from quire.runtime.parallel.group import ONE_RANK
 from quire.runtime.parallel.ranks import Ranks
 from quire.runtime.sampling.make import make_sampler
+from quire.runtime.tiers.make import make_tiers
 from quire.runtime.worker.adapters import make_adapters
 from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.adapters import AdapterInfo
 from quire.types.step import Masks, StepPlan, StepResult
-from quire.types.transfer import NOTHING_MOVED, TransferReport
+from quire.types.transfer import TransferReport
 from tiny_models import MemoryCheckpoint
 
 _SECONDS = 60.0
@@ -60,7 +63,9 @@ def make_workers(
         chosen = sampler or sampler_of(config, model_config, builder)
         ranks = Ranks(config.parallel.place(number), ONE_RANK, groups[number], groups[number])
         adapters = make_adapters(model, model_config, config, builder.backend.kernels)
-        workers.append(Worker(model, builder.backend, chosen, model_config, config, adapters=adapters, ranks=ranks))
+        worker = Worker(model, builder.backend, chosen, model_config, config, adapters=adapters, ranks=ranks)
+        worker.tiers = make_tiers(worker.cache, config.cache, ranks.place, triton=builder.backend.kernels == "triton")
+        workers.append(worker)
     return workers
 
 
@@ -76,6 +81,8 @@ class StagedExecutor:
         self.workers, self.config, self.depth = workers, config, depth
         self.plans: list[StepPlan] = []
         self._results: Queue[StepResult | BaseException] = Queue()
+        self._transfers, self._reports = TransferMerger(len(workers)), Queue[tuple[int, TransferReport]]()
+        self._unreported = 0  # stages that were asked for a report and have not answered
         self._queues: list[Queue[Callable[[Worker], StepOutput | None] | None]] = [Queue() for _ in workers]
         self._threads = [threading.Thread(target=self._obey, args=(number,)) for number in range(len(workers))]
         for thread in self._threads:
@@ -101,7 +108,16 @@ class StagedExecutor:
         return found
 
     def transfers(self) -> TransferReport:
-        return NOTHING_MOVED
+        """What all stages have reported of what was asked before. Asks again, and does not wait."""
+        with suppress(Empty):
+            while True:
+                self._transfers.add(*self._reports.get_nowait())
+                self._unreported -= 1
+        if not self._unreported:
+            self._unreported = len(self.workers)
+            numbers = {id(worker): number for number, worker in enumerate(self.workers)}
+            self._send(lambda worker: self._reports.put((numbers[id(worker)], worker.tiers.report())))
+        return self._transfers.take()
 
     def read_adapter(self, name: str, folder: str) -> AdapterInfo:
         """Every stage refuses what does not fit its layers."""
@@ -118,6 +134,8 @@ class StagedExecutor:
         self._send(None)
         for thread in self._threads:
             thread.join(_SECONDS)
+        for worker in self.workers:
+            worker.tiers.close()
 
     def check(self) -> None:
         """Every stage's own check, after all that was launched."""

@@ -179,7 +179,7 @@ class ToyProposer:
             guess.append((history[-1] + (digest(history, 7) % 3 == 0)) % VOCAB)
         return tuple(guess)
 
-    def order(self, limit: int) -> int:
+    def num_to_draft(self, limit: int) -> int:
         assert limit > 0
         count = digest(self.tokens, 9) % (self.owner.longest - 1) if self.owner.orders else 0
         return count if self.owner.ignores_limit else min(limit, count)

@@ -27,7 +27,7 @@ IN_TURN = {  # with pairs that alternate between the axes
         "rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 10_000.0,
     }
 }  # fmt: skip
-HALF_TURNED = {  # of every head
+HALF_ROTATED = {  # of every head
     "rope_parameters": {
         "rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 10_000.0,
         "partial_rotary_factor": 0.5,
@@ -111,13 +111,13 @@ TEXTS: dict[str, dict[str, Any]] = {  # what their decoders say besides TEXT
     "qwen3_5": {
         "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
         "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-        **HALF_TURNED,
+        **HALF_ROTATED,
     },
     "qwen3_5_moe": {
         "head_dim": 16, "layer_types": ["full_attention", *["linear_attention"] * 2], "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
-        **HALF_TURNED,
+        **HALF_ROTATED,
     },
 }  # fmt: skip
 TOKENS = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": START, "vision_end_token_id": END}
@@ -134,11 +134,13 @@ SPECIAL = {
 }
 
 
-def vision_model(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> torch.nn.Module:
-    """A model of random weights, saved in the folder."""
+def vision_model(
+    folder: Path, family: str = "qwen2_5_vl", seed: int = 0, changes: dict[str, Any] | None = None
+) -> torch.nn.Module:
+    """A model of random weights, saved in the folder. `changes`: of its decoder's config."""
     import transformers
 
-    text = TEXT | TEXTS.get(family, {})
+    text = TEXT | TEXTS.get(family, {}) | (changes or {})
     config = transformers.AutoConfig.for_model(
         family.removesuffix("_large"), text_config=text, vision_config=TOWERS[family], **SPECIAL.get(family, TOKENS)
     )

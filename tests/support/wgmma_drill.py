@@ -20,9 +20,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from h200 import H200
-from quire.kernels.triton import nibble_wgmma as module
-from quire.kernels.triton.nibble_products import pack_nibbles
-from quire.kernels.triton.products import Workspace
+from quire.kernels.triton import gemm_w4_hopper as module
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_w4 import pack_w4
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
@@ -38,11 +38,11 @@ def compile_one(rows: int, outputs: int, group: int, *, offsets: bool, gated: bo
         found.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     levels, scales = torch.zeros(outputs, 1024, dtype=torch.uint8), torch.ones(outputs, 1024 // group).half()
-    weight = pack_nibbles(levels, scales, scales if offsets else None)
+    weight = pack_w4(levels, scales, scales if offsets else None)
     x, out = torch.zeros(rows, 1024).bfloat16(), torch.zeros(rows, outputs // (2 if gated else 1)).bfloat16()
     JITFunction.run = keep
     try:
-        module.nibble_wgmma(
+        module.gemm_w4_hopper(
             x, weight, out, Workspace.make(x.device), residual=out, activation="silu" if gated else None, dependent=True
         )
     finally:

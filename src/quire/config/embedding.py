@@ -76,7 +76,7 @@ class EmbeddingSettings:
     dense: tuple[Dense, ...] = ()  # applied to the pooled vector, before it is normalized
 
     def embedding_size(self, model: ModelConfig) -> int:
-        return self.dense[-1].outputs if self.dense else model.hidden_size
+        return self.dense[-1].outputs if self.dense else model.embedding_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def describe_decoder_pooling(model: ModelConfig, settings: EmbeddingSettings, ma
     classes = settings.classes
     return PoolingModel(
         task="embed" if classes is None else "classify",
-        size=model.hidden_size if classes is None else len(classes.labels),
+        size=model.embedding_size if classes is None else len(classes.labels),
         max_model_len=min(max_model_len - 1, settings.max_length or max_model_len),
         vocab_size=model.vocab_size,
         settings=settings,

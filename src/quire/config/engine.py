@@ -115,7 +115,7 @@ class DeviceConfig:
     sleep: bool = False  # a GPU's weights and KV cache are allocated so that they can be given back
 
     @property
-    def integer_products(self) -> bool:
+    def integer_gemms(self) -> bool:
         """Whether a CPU multiplies rows by quantized weights in whole numbers."""
         return self.cpu_weights != "float"
 

@@ -151,11 +151,6 @@ class KVGroups:
 PLAIN = KVGroups()
 
 
-def one_group(num_layers: int, numbers: int) -> KVLayout:
-    """Return the layout of `num_layers` layers that each keep `numbers` entries of every token."""
-    return KVLayout(tuple(Place(plane, 0) for plane in range(num_layers)), num_layers, numbers)
-
-
 def lay_out(specs: Sequence[KVCacheSpec], *, split: bool) -> KVLayout:
     """Divide layers into groups and return their layout. Without `split`, layers with a window keep all tokens, like
     the others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config.adapter_memory import MANY_TOKENS, adapter_memory, host_adapter_memory
-from quire.config.attention_memory import attention_parts, chosen_memory, scratch_memory
+from quire.config.attention_memory import attention_parts, biased_memory, chosen_memory, scratch_memory
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
@@ -334,6 +334,8 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     if attention == "triton":
         widest += attention_parts(model, config) + scratch_memory(model, config, facts, has_triton=True)
     widest += chosen_memory(model, scheduler)
+    if config.device.device == "cpu":
+        widest += biased_memory(model, scheduler.max_model_len)
     if attention in IN_PLACE_BYTES:
         return widest + IN_PLACE_BYTES[attention]
     longest = scheduler.max_model_len * max(heads.kv_size for heads in model.all_heads) * kv_bytes
@@ -367,9 +369,11 @@ def _widest_mixture(hidden: int, experts: Experts) -> int:
     """Return the peak elements per token of a mixture of experts: router logits, the shared expert's output, and the
     sum with either the outputs of all experts of a token or, if experts run one after the other, the rows of one
     expert, to which all tokens may be routed."""
-    at_once = experts.num_used * (experts.size + hidden + 2)
-    one = 3 * experts.size + 3 * hidden
-    return 2 * experts.num + hidden + max(3 * experts.shared_size, hidden + max(at_once, one))
+    width = experts.width(hidden)
+    at_once = experts.num_used * (experts.size + width + 2)
+    one = 3 * experts.size + 3 * width
+    latents = 2 * experts.latent_size
+    return 2 * experts.num + hidden + max(3 * experts.shared_size, hidden + latents + max(at_once, one))
 
 
 def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:

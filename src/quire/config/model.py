@@ -11,6 +11,7 @@ from quire.config.indexer import Indexer
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.recurrent import Recurrent
 from quire.config.vision import Vision
+from quire.config.weight_counts import StoredLevels, WeightCounts
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 CacheDtype = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4"]  # float8 is e4m3fn
@@ -107,6 +108,21 @@ class QueryScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Alibi:
+    """Biases of attention scores that fall with the distance to a key, each head with a slope of its own."""
+
+    most: float = 8.0  # the slopes fall geometrically to 2 ** -most
+    factor: float = 1.0  # on the slopes
+
+    def slopes(self, heads: int) -> list[float]:
+        """Return the slope of each of this many query heads. If their number is no power of two, the last ones have
+        every other slope of twice as many heads as the next lower power of two."""
+        whole = 1 << heads.bit_length() - 1
+        powers = [(i + 1) / whole for i in range(whole)] + [(i + 0.5) / whole for i in range(heads - whole)]
+        return [self.factor * 2.0 ** (-self.most * power) for power in powers]
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in place of the MLP. The router sends each token to its `num_used` highest-ranked
     experts."""
@@ -128,7 +144,12 @@ class Experts:
     has_bias: bool = False  # of the router and of the experts' matrices
     is_gated: bool = True  # experts and shared expert are gated MLPs; False: down(activation(up(x)))
     clamp: tuple[float, float, float] | None = None  # of the gate: limit, alpha and shift; see `kernels/clamp.py`
+    latent_size: int = 0  # experts read and write vectors of this size, between two projections; 0: hidden states
     held: int | None = None  # number of whole experts on this rank (expert parallelism); None: all
+
+    def width(self, hidden: int) -> int:
+        """Return the size of what routed experts read and write, given that of hidden states."""
+        return self.latent_size or hidden
 
     @property
     def has_score_bias(self) -> bool:
@@ -173,41 +194,6 @@ class MtpHead:
     prefix: str  # with which the names of its tensors begin
 
 
-@dataclass(frozen=True, slots=True)
-class WeightCounts:
-    """Numbers of weights, as the layers of a model count them themselves."""
-
-    parameters: int = 0
-    in_blocks: int = 0  # in the matrices of blocks, which quantization shrinks
-    block_outputs: int = 0  # output features of these matrices, each of which has a scale
-    adapter_width: int = 0  # summed inputs and outputs of the linear layers that LoRA adapters may change
-    adapter_parts: int = 0  # the most such matrices in one layer
-    adapter_expert_width: int = 0  # summed inputs and outputs of routed experts, for adapters that may change these
-    int4_parameters: int = 0  # that a GPU holds quantized with quantization int4
-    int4_bytes: int = 0  # of these
-    plain_linears: int = 0  # in linear layers that quantization does not shrink, such as an untied output head
-
-
-@dataclass(frozen=True, slots=True)
-class StoredLevels:
-    """The weights that the model file stores quantized and that kernels can multiply without expanding them.
-
-    Where ranks cut super-blocks, integer products hold these in groups of 16, which takes the `cut_*` bytes on top.
-    """
-
-    parameters: int = 0
-    num_bytes: int = 0  # with the native CPU kernels
-    integer_bytes: int = 0  # with their integer products; 0: these do not support them
-    gpu_parameters: int = 0  # the weights that the Triton kernels multiply quantized
-    gpu_bytes: int = 0  # of these
-    gpu_is_float8: bool = False  # these need a GPU that multiplies float8
-    has_table: bool = True  # the embedding table may be one of them
-    table_bytes: int = 0  # on top of `num_bytes`, for embedding tables: a byte per weight and their factors
-    expanded: int = 0  # weights that a CPU expands to values that bfloat16 does not hold exactly
-    cut_heads_bytes: int = 0  # of matrices whose inputs are heads
-    cut_sizes_bytes: int = 0  # of matrices whose inputs are an intermediate size
-
-
 SUPER_BLOCK = 256  # weights of neighbouring inputs in a super-block of Q2_K and Q3_K, whose factors share a scale
 MXFP4 = "mxfp4"  # the quantization of gpt-oss
 MXFP4_GROUP = 32  # weights of neighbouring inputs per scale
@@ -238,12 +224,15 @@ class ModelConfig:
     # Per layer: tokens that a token sees, itself included, before it or, in encoders, on both sides; (): no windows.
     windows: tuple[int | None, ...] = ()
     has_chunks: bool = False  # windows are chunks: texts are divided into them, and a token sees those of its own
+    alibi: Alibi | None = None  # biases in place of positions
     local_rope: Rope | None = None  # of layers with a window, if it differs
     local_heads: Heads | None = None  # of layers with a window, if they differ; same number of query heads
     layers_without_rope: tuple[int, ...] = ()
     query_scaling: QueryScaling | None = None  # of layers without rotary positions
     kv_layers: tuple[int, ...] = ()  # per layer: the layer whose keys and values it reads; (): its own
     keys_are_values: bool = False  # in layers without a window, one projection gives both keys and values
+    token_size: int = 0  # of embeddings that are projected to the hidden size, and back in front of the head; 0: none
+    norms_last: bool = False  # layer norms follow the residual additions, and the last block has no norm behind it
     per_layer_input: int = 0  # size of the per-layer embedding that each layer reads besides the residual
     double_wide: bool = False  # layers that read another layer's keys have an MLP of twice the size
     attention_scale: float | None = None  # None: 1 / sqrt(heads.dim)
@@ -277,6 +266,11 @@ class ModelConfig:
     stage: tuple[int, int] | None = None  # pipeline stage: first layer, and last layer + 1; None: all layers
 
     @property
+    def embedding_size(self) -> int:
+        """Elements of a token's embedding, and of the vector that the output head multiplies."""
+        return self.token_size or self.hidden_size
+
+    @property
     def layers(self) -> range:
         """The layers of this stage; without stages, all layers."""
         return range(*self.stage) if self.stage is not None else range(self.num_layers)
@@ -293,7 +287,7 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return the rotary embedding of a layer; None: it has none."""
-        if layer in self.layers_without_rope:
+        if self.alibi is not None or layer in self.layers_without_rope:
             return None
         return self.local_rope if self.local_rope is not None and self.window_of(layer) is not None else self.rope
 
@@ -378,7 +372,7 @@ class ModelConfig:
         num, held = self.experts.num, self.experts.num if self.experts.held is None else self.experts.held
         others = (num - self.experts.num_used) * held
         mixtures = self.num_layers - len(self.experts.dense_layers)
-        hidden, size = self.hidden_size, self.experts.size
+        hidden, size = self.experts.width(self.hidden_size), self.experts.size
         firsts = 2 if self.experts.is_gated else 1  # matrices in front of the activation
         biases = firsts * size + hidden if self.experts.has_bias else 0
         return self.num_parameters - mixtures * others * ((firsts + 1) * hidden * size + biases) // num
@@ -391,7 +385,7 @@ def mxfp4_experts(model: ModelConfig) -> StoredLevels:
     experts = model.experts
     if experts is None:
         return StoredLevels(has_table=False)
-    hidden, size = model.hidden_size, experts.size
+    hidden, size = experts.width(model.hidden_size), experts.size
     count = len(model.layers) * (experts.num if experts.held is None else experts.held)
     shapes = (((2 if experts.is_gated else 1) * size, hidden), (hidden, size))
     kept = [shape for shape in shapes if shape[1] % MXFP4_GROUP == 0]

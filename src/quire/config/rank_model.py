@@ -7,18 +7,10 @@ from dataclasses import replace
 from math import ceil
 
 from quire.config.kv_cache import lay_out, stored_specs
-from quire.config.model import (
-    MXFP4,
-    SUPER_BLOCK,
-    Experts,
-    Heads,
-    ModelConfig,
-    StoredLevels,
-    WeightCounts,
-    mxfp4_experts,
-)
+from quire.config.model import MXFP4, SUPER_BLOCK, Experts, Heads, ModelConfig, mxfp4_experts
 from quire.config.parallel import ParallelConfig, RankPlace, share_heads, share_of, share_size
 from quire.config.recurrent import Recurrent
+from quire.config.weight_counts import StoredLevels, WeightCounts
 from quire.types.errors import ConfigError
 
 _SETTING = "tensor_parallel_size"
@@ -146,6 +138,7 @@ def _most_weights(model: ModelConfig, ranks: Sequence[ModelConfig], parallel: Pa
         width = ceil(width * shares[-1])
     divided = ("parameters", "in_blocks", "int4_parameters", "int4_bytes", "plain_linears")
     numbers = {name: ceil(getattr(model.weights, name) * max(shares)) for name in divided}
+    numbers["parameters"] += ceil(model.weights.tower * (1 - max(shares)))  # every rank has the whole tower
     return replace(model.weights, **numbers, adapter_expert_width=width)
 
 

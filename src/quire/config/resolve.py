@@ -30,6 +30,7 @@ from quire.config.sizes import GIB, MIB, format_size, parse_size
 from quire.config.speculation import SpeculationConfig, check_head, resolve_speculation
 from quire.config.stages import heaviest_stage, resolve_pipeline, stage_models
 from quire.config.tiers import resolve_tiers
+from quire.config.transport import check_transport
 from quire.config.vision import check_media_path, resolve_images
 from quire.types.errors import ConfigError, DoesNotFit
 
@@ -98,12 +99,12 @@ def resolve_engine_config(
     _check_scaled(device.kv_dtype, [model] if draft_model is None else [model, draft_model])
     own = planned_rank(model, draft_model, parallel, device.kv_dtype)
     groups = _groups(own, scheduler, device, parsed.layout, speculation)
-    block_bytes = kv_block_bytes(own, device.kv_dtype, args.block_size, groups)
-    tiers = resolve_tiers(parsed.tiers, block_bytes, host_field)
-    check_head(speculation, num_ranks=parallel.num_ranks, layout=parsed.layout, has_tiers=tiers.enabled)
-    cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers, groups=groups)
+    check_head(speculation, num_ranks=parallel.num_ranks, layout=parsed.layout, has_tiers=parsed.tiers.enabled)
+    check_transport(parsed.tiers.transport, parallel)
+    cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=parsed.tiers, groups=groups)
     unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters, parallel)
     unsized = resolve_pipeline(_resolve_layout(unsized, facts, model), model)
+    unsized = _size_tiers(unsized, model, host_field)
     try:
         return _fit(args, facts, model, unsized, capacity)
     except DoesNotFit as error:
@@ -121,6 +122,14 @@ def _fit(
     plan = plan_memory(rank_model, config, facts, capacity)
     plan.check()
     return config, plan
+
+
+def _size_tiers(config: EngineConfig, model: ModelConfig, host_field: str) -> EngineConfig:
+    """Convert the sizes of the tiers from bytes of a rank to blocks, by the bytes of the rank that needs most."""
+    parallel, cache = config.parallel, config.cache
+    rank = largest_rank(heaviest_stage(stage_models(model, parallel.pipeline)), parallel)
+    block_bytes = kv_block_bytes(rank, config.device.kv_dtype, cache.block_size, cache.groups)
+    return replace(config, cache=replace(cache, tiers=resolve_tiers(cache.tiers, block_bytes, host_field)))
 
 
 def _prefix_caching(args: EngineArguments, model: ModelConfig, scheduler: SchedulerConfig) -> bool:

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from quire.config.engine import EngineConfig
 from quire.config.kv_cache import PLAIN, KVGroups, can_split, lay_out, stored_specs
 from quire.config.memory import state_groups
-from quire.config.model import ModelConfig, StoredLevels, WeightCounts
+from quire.config.model import ModelConfig
 from quire.config.parallel import RankPlace, share_of
 from quire.config.rank_model import largest_rank
+from quire.config.weight_counts import StoredLevels, WeightCounts
 from quire.types.errors import ConfigError
 
 SETTING = "pipeline_parallel_size"
@@ -28,11 +29,13 @@ def stage_models(model: ModelConfig, num_stages: int) -> tuple[ModelConfig, ...]
         raise ConfigError(SETTING, reason, f"set it to {model.num_layers} or less")
     if model.encoder is not None:
         raise ConfigError(SETTING, "encoders are not divided into stages", "leave it out")
-    if model.vision is not None:
-        reason = "is not supported for models that take images"
-        fix = 'leave it out, raise tensor_parallel_size instead, or set limit_mm_per_prompt to {"image": 0}'
-        raise ConfigError(SETTING, reason, fix)
     shares = [share_of(model.num_layers, stage, num_stages) for stage in range(num_stages)]
+    if model.vision is not None and len(shares[0]) <= len(model.vision.deep):
+        reason = (
+            f"is {num_stages}: {len(model.vision.deep)} layers add vectors of images, and the first stage has too few"
+        )
+        fix = 'lower it, raise tensor_parallel_size instead, or set limit_mm_per_prompt to {"image": 0}'
+        raise ConfigError(SETTING, reason, fix)
     stages = tuple(_stage_of(model, share) for share in shares)
     for number, stage in enumerate(stages):
         _check_layers(stage, number, num_stages)
@@ -52,15 +55,15 @@ def heaviest_stage(stages: Sequence[ModelConfig]) -> ModelConfig:
 
 def _stage_of(model: ModelConfig, layers: range) -> ModelConfig:
     """Return the model of a stage, with an estimate of its weights: its share of those in blocks, plus its embedding
-    table and output head."""
+    table, vision tower and output head."""
     stage = replace(model, stage=(layers.start, layers.stop))
-    table, weights = model.vocab_size * model.hidden_size, model.weights
-    own = table * (stage.is_first_stage + stage.is_last_stage)
-    inside = max(weights.parameters - table * (1 if model.tie_word_embeddings else 2), 0)
+    table, weights = model.vocab_size * model.embedding_size, model.weights
+    own = table * (stage.is_first_stage + stage.is_last_stage) + weights.tower * stage.is_first_stage
+    inside = max(weights.parameters - weights.tower - table * (1 if model.tie_word_embeddings else 2), 0)
     scaled = _share(weights, len(layers), model.num_layers)
     scaled = replace(scaled, parameters=own + -(-inside * len(layers) // model.num_layers) if weights.parameters else 0)
     if stage.is_last_stage and weights.adapter_width:  # it has the whole head, which adapters may change
-        scaled = replace(scaled, adapter_width=scaled.adapter_width + model.hidden_size + model.vocab_size)
+        scaled = replace(scaled, adapter_width=scaled.adapter_width + model.embedding_size + model.vocab_size)
     return replace(stage, weights=scaled, rank_weights=None, levels=_share(model.levels, len(layers), model.num_layers))
 
 
@@ -82,10 +85,6 @@ def check_pipeline(config: EngineConfig) -> None:
     if config.speculation is not None and config.speculation.method != "ngram":
         reason = f"{config.speculation.method!r} is not supported with several pipeline stages"
         raise ConfigError("speculative_config.method", reason, f'use "ngram", or set {SETTING} to 1')
-    if config.cache.tiers.host_blocks:
-        raise ConfigError(
-            "host_cache_memory", "tiers are not supported with stages", f"leave it out, or set {SETTING} to 1"
-        )
 
 
 def resolve_pipeline(config: EngineConfig, model: ModelConfig) -> EngineConfig:

@@ -8,9 +8,10 @@ from functools import lru_cache
 from struct import pack, unpack
 from typing import Literal, NamedTuple
 
-# How the number of tiles is chosen. longest: the picture is resized to `longest` pixels per side, then to whole tiles.
-# Otherwise it is one of `canvases`: ratio: with the aspect ratio that is nearest; scale: where the picture needs the
-# least enlargement; fit, pad: where the picture keeps most pixels, with a margin at two edges or around it.
+# How the number of tiles is chosen. "longest": the longer side is resized to `longest` pixels, then both sides to
+# whole tiles. All other rules choose one of `canvases`: "ratio" the one with the nearest aspect ratio; "scale" the one
+# to which the picture must be enlarged least; "fit" and "pad" the one on which the picture keeps most pixels, with a
+# margin at two edges ("fit") or around it ("pad").
 Rule = Literal["longest", "ratio", "scale", "fit", "pad"]
 Canvas = tuple[int, int]  # rows and columns of tiles
 
@@ -26,13 +27,12 @@ class Tiling:
     is_joined: bool = True
     newlines: bool = False  # a vector ends each row of a picture, and tokens of its margin are left out (`pad`)
     most_tokens: int = 0  # with newlines: rows and columns of more tokens than this are averaged; 0: never
-    # What prompts have for tiles that are images, before the whole: `begin`, the text of each tile with {row}, {column}
-    # and the placeholder, and what is between tiles, behind rows and behind the last.
-    begin: str = ""
-    text: str = ""
-    between: str = ""
-    row_end: str = ""
-    end: str = ""
+    # Texts that a prompt has before the whole picture, if each tile is an image:
+    begin: str = ""  # before the first tile
+    text: str = ""  # of each tile: with {row}, {column} and the placeholder
+    between: str = ""  # between two tiles of a row
+    row_end: str = ""  # after each row
+    end: str = ""  # after the last row
 
     @property
     def max_tiles(self) -> int:

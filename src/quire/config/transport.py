@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from quire.config.parallel import ParallelConfig
 from quire.config.sizes import GIB, parse_size
 from quire.types.errors import ConfigError
 
@@ -16,6 +17,7 @@ KV_ROLES: tuple[KVRole, ...] = get_args(KVRole)
 DEFAULT_MEMORY = GIB  # bytes of blocks that the transport keeps for other engines
 DEFAULT_HOST_MEMORY = GIB  # size of the host tier, through which all transported blocks pass
 MAX_PEERS = 64
+_LAST_PORT = 65_535
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _TCP_FIX = "write it like tcp://127.0.0.1:7000"
 
@@ -38,6 +40,14 @@ class TransportConfig:
     @property
     def gets(self) -> bool:
         return self.role != "prefill"
+
+    def of_rank(self, rank: int) -> TransportConfig:
+        """Return the transport of one rank, which carries its part of every block: rank r has shared memory of its own,
+        or its peers' r-th port after the one that is given."""
+        if not rank:
+            return self
+        addresses = tuple((host, port + rank) for host, port in self.addresses)
+        return replace(self, name=self.name and f"{self.name}~{rank}", addresses=addresses)
 
 
 def read_transport(role: object, url: object, memory: int | str | None, token_file: object) -> TransportConfig | None:
@@ -71,6 +81,20 @@ def read_transport(role: object, url: object, memory: int | str | None, token_fi
     return TransportConfig(known, "", _read_addresses(known, url, has_token=bool(token)), size, token)
 
 
+def check_transport(transport: TransportConfig | None, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if the ranks of an engine cannot each have a transport."""
+    num_ranks = parallel.num_ranks
+    if transport is None or num_ranks == 1:
+        return
+    if parallel.executor == "ray":
+        reason = "needs all ranks of an engine on one machine, and Ray may place them on several"
+        raise ConfigError("kv_transport", reason, 'leave it out, or use executor="processes"')
+    for _, port in transport.addresses:
+        if not port or port + num_ranks - 1 > _LAST_PORT:
+            reason = f"{num_ranks} ranks need as many consecutive ports, and {port} is given as the first one"
+            raise ConfigError("kv_transport", reason, f"give a port in [1, {_LAST_PORT + 1 - num_ranks}]")
+
+
 def _read_addresses(role: KVRole, url: str, *, has_token: bool) -> tuple[tuple[str, int], ...]:
     addresses = tuple(_read_address(part.strip().removeprefix("tcp://")) for part in url.split(","))
     if role == "both":
@@ -94,8 +118,8 @@ def _read_address(text: str) -> tuple[str, int]:
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not host or any(mark in host for mark in "/@?# ") or not port.isascii() or not port.isdigit():
         raise ConfigError("kv_transport", f"tcp://{text} is no address", _TCP_FIX)
-    if int(port) > 65_535:
-        raise ConfigError("kv_transport", f"port {port} is above 65535", _TCP_FIX)
+    if int(port) > _LAST_PORT:
+        raise ConfigError("kv_transport", f"port {port} is above {_LAST_PORT}", _TCP_FIX)
     return host, int(port)
 
 

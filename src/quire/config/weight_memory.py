@@ -40,12 +40,12 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     """
     quantization, levels, dtype = config.device.quantization, model.levels, config.device.dtype
     weight_bytes = facts.weight_bytes(dtype, "cpu")
-    table = (model.vocab_size if model.eagle is None else model.eagle.vocab_size) * model.hidden_size
+    table = (model.vocab_size if model.eagle is None else model.eagle.vocab_size) * model.embedding_size
     tied = table if model.tie_word_embeddings else 0
     copied = tied if weight_bytes < DTYPE_BYTES["float32"] else 0
     has_levels, is_native = levels.parameters > 0 and quantization is None, facts.native_refusal is None
     quantizes = quantization in ("int8", "int4")
-    has_integers = config.device.integer_products and is_native and dtype != "float16"
+    has_integers = config.device.integer_gemms and is_native and dtype != "float16"
     integer = has_integers and (levels.integer_bytes > 0 if has_levels else quantizes)
     panels = facts.level_panels and facts.has_halves(dtype)
     saved = _halved(model, config, facts) * (weight_bytes - DTYPE_BYTES["bfloat16"])

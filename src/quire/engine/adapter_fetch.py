@@ -26,7 +26,7 @@ class Fetched(NamedTuple):
 
 
 class AdapterFetch(Protocol):
-    def order(self, info: AdapterInfo) -> None:
+    def start(self, info: AdapterInfo) -> None:
         """Start to read an adapter into host memory."""
 
     def take(self) -> list[Fetched]:
@@ -39,13 +39,13 @@ class ThreadedFetch:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._lock = Lock()
-        self._ordered: deque[AdapterInfo] = deque()
+        self._waiting: deque[AdapterInfo] = deque()
         self._is_reading = False
         self._done: deque[Fetched] = deque()
 
-    def order(self, info: AdapterInfo) -> None:
+    def start(self, info: AdapterInfo) -> None:
         with self._lock:
-            self._ordered.append(info)
+            self._waiting.append(info)
             if self._is_reading:
                 return
             self._is_reading = True
@@ -57,22 +57,22 @@ class ThreadedFetch:
     def _read_all(self) -> None:
         while True:
             with self._lock:
-                if not self._ordered:
+                if not self._waiting:
                     self._is_reading = False
                     return
-                info = self._ordered.popleft()
+                info = self._waiting.popleft()
             self._done.append(_read(self._executor, info))
 
 
-class PatientFetch:
-    """Reads each adapter synchronously in `order`. Engines that receive the same requests then plan the same steps,
+class SynchronousFetch:
+    """Reads each adapter synchronously in `start`. Engines that receive the same requests then plan the same steps,
     independent of how long reading takes."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._done: list[Fetched] = []
 
-    def order(self, info: AdapterInfo) -> None:
+    def start(self, info: AdapterInfo) -> None:
         self._done.append(_read(self._executor, info))
 
     def take(self) -> list[Fetched]:

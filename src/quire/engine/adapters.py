@@ -44,7 +44,7 @@ class AdapterTable:
         self._known: dict[str, AdapterInfo] = {}
         self._fetching: set[str] = set()  # digests being read again
         self.fetch: AdapterFetch = ThreadedFetch(executor)
-        slots.host.order = self._read_again
+        slots.host.start_reading = self._read_again
 
     # ------------------------------------------------------------------------------------------------------ requests
     def resolve(self, request: Submit) -> Submit:
@@ -182,7 +182,7 @@ class AdapterTable:
     # -------------------------------------------------------------------------------------------------- reading again
     def _read_again(self, digest: str) -> None:
         self._fetching.add(digest)
-        self.fetch.order(self._known[digest])
+        self.fetch.start(self._known[digest])
 
     def take_fetched(self) -> None:
         """Note which adapters have been read again, and start to read the next. Called once per step; never blocks."""

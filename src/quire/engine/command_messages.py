@@ -29,7 +29,7 @@ class RunCommand(msgspec.Struct, frozen=True, tag="command"):
         )
 
 
-def order_of(number: int, command: Command) -> RunCommand:
+def message_of(number: int, command: Command) -> RunCommand:
     """Return the message for a command. Raises InvalidRequest: an engine does not answer messages that it cannot
     decode."""
     one = check_command(command)

@@ -34,13 +34,13 @@ class Handover:
     def take(self, finished: Sequence[Finished], *, is_dead: bool) -> tuple[Finished, ...]:
         """Add terminal messages, and return those that are ready. Errors and aborts never wait, and in a dead engine
         nothing waits."""
-        ordered, done = self._tiers.put_counts()
-        if done == ordered and not self._held:
+        submitted, done = self._tiers.put_counts()
+        if done == submitted and not self._held:
             return tuple(finished)
         now, ready = self._clock(), list[Finished]()
         for message in finished:
             if message.error is None and all(sample.finish_reason != "abort" for sample in message.samples):
-                self._held.append(_Held(message, ordered, now + HANDOVER_SECONDS))
+                self._held.append(_Held(message, submitted, now + HANDOVER_SECONDS))
             else:
                 ready.append(message)
         while self._held and (is_dead or self._held[0].num_put <= done or now >= self._held[0].until):

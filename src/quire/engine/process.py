@@ -229,56 +229,58 @@ class EngineLoop:
         self._routes.add(edge, request.request_id, handle, request.sampling.n)
         return Accepted(request.request_id, handle)
 
-    def _run_command(self, edge: int, order: RunCommand) -> None:
+    def _run_command(self, edge: int, message: RunCommand) -> None:
         """Start a command. Its answer is sent when it is done."""
-        if order.action != "state":
+        if message.action != "state":
             self._idle_since = None
         if isinstance(self._core, EncoderCore):
             error = InvalidRequest(
                 "engine", "is an encoder, which has no commands", "serve a model that generates text"
             )
-            self._queue(edge, answer_command(order.number, error))
+            self._queue(edge, answer_command(message.number, error))
             return
         self._progress.idle()  # it may take longer than any step
-        self._core.standby.begin(order.command(), lambda done: self._queue(edge, answer_command(order.number, done)))
+        self._core.standby.begin(
+            message.command(), lambda done: self._queue(edge, answer_command(message.number, done))
+        )
 
-    def _begin_load(self, edge: int, order: LoadAdapter) -> None:
+    def _begin_load(self, edge: int, message: LoadAdapter) -> None:
         """Read a LoRA adapter in the reader thread."""
         try:
-            self._table.begin_load(order.name, in_place=order.in_place)
+            self._table.begin_load(message.name, in_place=message.in_place)
         except InvalidRequest as error:
-            self._queue(edge, AdapterAnswer(order.number, None, error.field, error.reason, error.fix))
+            self._queue(edge, AdapterAnswer(message.number, None, error.field, error.reason, error.fix))
             return
-        self._reader.submit(self._read_adapter, edge, order)
+        self._reader.submit(self._read_adapter, edge, message)
 
-    def _read_adapter(self, edge: int, order: LoadAdapter) -> None:
+    def _read_adapter(self, edge: int, message: LoadAdapter) -> None:
         found: AdapterInfo | InvalidRequest
         try:
-            found = self._table.read(order.name, order.folder)
+            found = self._table.read(message.name, message.folder)
         except InvalidRequest as error:
             found = error
         except Exception as error:
-            logger.exception("reading the LoRA adapter %s failed", order.name)
+            logger.exception("reading the LoRA adapter %s failed", message.name)
             found = InvalidRequest("lora_path", f"cannot be read: {error!r:.200}", "check its files")
-        self._read.append((edge, order, found))
+        self._read.append((edge, message, found))
         self._wake_up()
 
-    def _finish_load(self, edge: int, order: LoadAdapter, found: AdapterInfo | InvalidRequest) -> None:
+    def _finish_load(self, edge: int, message: LoadAdapter, found: AdapterInfo | InvalidRequest) -> None:
         if isinstance(found, InvalidRequest):
-            self._table.finish_load(order.name, None)
-            self._queue(edge, AdapterAnswer(order.number, None, found.field, found.reason, found.fix))
+            self._table.finish_load(message.name, None)
+            self._queue(edge, AdapterAnswer(message.number, None, found.field, found.reason, found.fix))
             return
-        self._table.finish_load(order.name, found)
+        self._table.finish_load(message.name, found)
         self.on_adapters(self._table.listing())
-        self._queue(edge, AdapterAnswer(order.number, found))
+        self._queue(edge, AdapterAnswer(message.number, found))
 
-    def _unload(self, order: UnloadAdapter) -> AdapterAnswer:
+    def _unload(self, message: UnloadAdapter) -> AdapterAnswer:
         try:
-            info = self._table.unload(order.name)
+            info = self._table.unload(message.name)
         except InvalidRequest as error:
-            return AdapterAnswer(order.number, None, error.field, error.reason, error.fix)
+            return AdapterAnswer(message.number, None, error.field, error.reason, error.fix)
         self.on_adapters(self._table.listing())
-        return AdapterAnswer(order.number, info)
+        return AdapterAnswer(message.number, info)
 
     @property
     def _table(self) -> AdapterTable:

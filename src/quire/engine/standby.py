@@ -55,7 +55,7 @@ class LiveRequests(NamedTuple):
         return len(self.groups) - len(self.compiling)
 
 
-class _Order(NamedTuple):
+class _PendingCommand(NamedTuple):
     """A command that waits until its requests have ended."""
 
     command: Command
@@ -73,7 +73,7 @@ class Standby:
         self._has_tiers = cache.tiers.enabled
         self._core, self._scheduler, self._live, self._is_recorded = core, scheduler, live, is_recorded
         self._namespace = scheduler.tree.namespace
-        self._orders: deque[_Order] = deque()
+        self._pending: deque[_PendingCommand] = deque()
         self._keeps = False  # paused with live requests, which continue when the engine is resumed
         self._naps = False  # asleep because it was idle; the next request wakes it up
         self._num_updates = 0
@@ -84,12 +84,12 @@ class Standby:
     @property
     def holds(self) -> bool:
         """Whether new requests wait."""
-        return bool(self.state.is_paused or self._orders)
+        return bool(self.state.is_paused or self._pending)
 
     @property
     def stops(self) -> bool:
         """Whether no step may be launched."""
-        return self._is_stopped or (bool(self._orders) and self._mode(self._orders[0].command) == "keep")
+        return self._is_stopped or (bool(self._pending) and self._mode(self._pending[0].command) == "keep")
 
     @property
     def _is_stopped(self) -> bool:
@@ -121,7 +121,7 @@ class Standby:
             except QuireError as error:
                 raise InvalidRequest("engine", f"could not wake up: {error}", "try again later") from None
             logger.info("the engine woke up for a request")
-            self.is_active = bool(self._orders) or self.state.is_paused or not self.state.has_weights
+            self.is_active = bool(self._pending) or self.state.is_paused or not self.state.has_weights
         if (refusal := self.state.refusal) is not None:
             raise refusal
 
@@ -140,34 +140,38 @@ class Standby:
                 done(replace(self.state, num_ended=self._abort(command.requests)))
                 return
             self._check(command)
-            is_first = command.action == "update_weights" and not self._orders
+            is_first = command.action == "update_weights" and not self._pending
             is_all = self._check_weights(command) if is_first else None  # before any request is ended for it
             ended = self._abort(None) if command.mode == "abort" and _drains(command) else 0
         except QuireError as error:
             done(error)
             return
-        self._orders.append(_Order(command, done, ended, is_all))
+        self._pending.append(_PendingCommand(command, done, ended, is_all))
         self.is_active = True
         self.advance()
 
     def advance(self) -> None:
         """Carry out the commands whose time has come."""
-        while self._orders:
-            order = self._orders[0]
-            if order.command.action == "pause" and order.command.mode == "wait":
+        while self._pending:
+            pending = self._pending[0]
+            if pending.command.action == "pause" and pending.command.mode == "wait":
                 self._keeps = False  # requests that another pause keeps finish too
-            if self._core.dead is None and _drains(order.command) and not self._is_drained(self._mode(order.command)):
+            if (
+                self._core.dead is None
+                and _drains(pending.command)
+                and not self._is_drained(self._mode(pending.command))
+            ):
                 return
             result: Result
             try:
-                result = self._run(order)
+                result = self._run(pending)
             except QuireError as error:
                 result = error
             finally:
-                self._orders.popleft()
+                self._pending.popleft()
                 state = self.state
-                self.is_active = bool(self._orders or state.is_paused or state.asleep) or not state.has_weights
-            order.done(result)
+                self.is_active = bool(self._pending or state.is_paused or state.asleep) or not state.has_weights
+            pending.done(result)
 
     @property
     def may_nap(self) -> bool:
@@ -199,8 +203,8 @@ class Standby:
             reason = "would keep live requests, which is not supported with host, disk or remote tiers"
             raise InvalidRequest("mode", reason, "use abort, or start the engine without tiers")
 
-    def _run(self, order: _Order) -> StandbyState:
-        core, command = self._core, order.command
+    def _run(self, pending: _PendingCommand) -> StandbyState:
+        core, command = self._core, pending.command
         if core.dead is not None:
             raise EngineDead(core.dead)
         self._check(command)  # commands before it have changed what can be kept
@@ -216,8 +220,8 @@ class Standby:
         elif command.action == "wake_up":
             self._wake(command.tags)
         elif command.action == "update_weights":
-            self._update(command, order.is_all)
-        return replace(self.state, num_ended=order.num_ended)
+            self._update(command, pending.is_all)
+        return replace(self.state, num_ended=pending.num_ended)
 
     def _sleep(self, level: int, tags: tuple[Tag, ...]) -> None:
         executor, state = self._core.executor, self.state

@@ -98,14 +98,14 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
 
 def _multiplies_bf16(isa: frozenset[str]) -> bool:
     """Whether the CPU has bfloat16 units. torch also says yes for CPUs with AVX-512 but without such units, where
-    oneDNN emulates the products."""
+    oneDNN emulates the gemms."""
     has_units = platform.machine() not in ("x86_64", "AMD64") or bool(isa & {"avx512_bf16", "amx_bf16"})
     return has_units and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _multiplies_fp16() -> bool:
-    """Whether float16 products are fast. torch says yes for every Arm CPU with float16 arithmetic, but its float16
-    products there are not vectorised."""
+    """Whether float16 gemms are fast. torch says yes for every Arm CPU with float16 arithmetic, but its float16
+    gemms there are not vectorised."""
     return platform.machine() != "aarch64" and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 

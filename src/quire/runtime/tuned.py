@@ -13,7 +13,7 @@ import torch
 from quire.config.environment import read_environment
 
 if TYPE_CHECKING:
-    from quire.kernels.triton.products_plan import Found
+    from quire.kernels.triton.gemm_skinny_plan import Found
 
 logger = logging.getLogger("quire.runtime")
 
@@ -22,7 +22,7 @@ def adopt_tuned(device: torch.device) -> None:
     """Use the tilings of this GPU's table from now on, if there is a valid one."""
     import triton
 
-    from quire.kernels.triton.products_plan import adopt
+    from quire.kernels.triton.gemm_skinny_plan import adopt
 
     found = read_table(torch.cuda.get_device_name(device), triton.__version__)
     if found is not None:

@@ -29,9 +29,9 @@ from quire.config.rank_model import models_of_ranks
 from quire.config.resolve import resolve_engine_config
 from quire.config.speculation import DRAFT_MODEL, read_speculation
 from quire.config.vision import is_text_only
-from quire.engine.adapter_fetch import PatientFetch
+from quire.engine.adapter_fetch import SynchronousFetch
 from quire.engine.core import EngineCore
-from quire.engine.decoding.grammar import PatientGrammars
+from quire.engine.decoding.grammar import SynchronousGrammars
 from quire.engine.decoding.grammar_compiler import GrammarCompiler
 from quire.engine.decoding.native_memory import give_back
 from quire.engine.decoding.tools import DecodingTools
@@ -98,9 +98,6 @@ class PlannedEngine:
         if (advice := self.advice) is not None:
             logger.info("%s", advice)
         config = self.config
-        if config.cache.tiers.transport is not None and config.parallel.num_ranks > 1:
-            reason = f"carries whole blocks, and each of {config.parallel.num_ranks} ranks has a part of every block"
-            raise ConfigError("kv_transport", reason, "leave it out, or use one rank")
         if config.cache.tiers.outlives_process:  # other tiers end with this process and its only model
             namespace = cache_namespace(self.files, self.model, config, load_format)
             config = replace(config, cache=replace(config.cache, namespace=namespace))
@@ -156,9 +153,9 @@ def _make_core(executor: Executor, config: EngineConfig, vocab_size: int, tools:
         from quire.runtime.executor.torchrun import TorchrunExecutor
 
         if isinstance(executor, TorchrunExecutor):
-            tools = replace(tools, grammars=PatientGrammars(tools.grammars))
+            tools = replace(tools, grammars=SynchronousGrammars(tools.grammars))
             core = EngineCore(executor, config.cache, config.scheduler, vocab_size, tools=tools, clock=executor.clock)
-            core.adapters.fetch = PatientFetch(executor)
+            core.adapters.fetch = SynchronousFetch(executor)
             return core
     if config.recording is None:
         return EngineCore(executor, config.cache, config.scheduler, vocab_size, tools=tools)

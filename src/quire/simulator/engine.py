@@ -40,7 +40,7 @@ class RecordedFetch:
     def __init__(self) -> None:
         self.ended: list[Fetched] = []
 
-    def order(self, info: AdapterInfo) -> None:
+    def start(self, info: AdapterInfo) -> None:
         """Do nothing: a replay reads no adapter files."""
 
     def take(self) -> list[Fetched]:
@@ -52,14 +52,14 @@ class InstantFetch:
     """Completes the reading of every adapter by the next step."""
 
     def __init__(self) -> None:
-        self._ordered: list[Fetched] = []
+        self._started: list[Fetched] = []
 
-    def order(self, info: AdapterInfo) -> None:
-        self._ordered.append(Fetched(info.digest, info.digest))
+    def start(self, info: AdapterInfo) -> None:
+        self._started.append(Fetched(info.digest, info.digest))
 
     def take(self) -> list[Fetched]:
-        ordered, self._ordered = self._ordered, []
-        return ordered
+        started, self._started = self._started, []
+        return started
 
 
 class RecordedModel:

@@ -36,9 +36,9 @@ class PromptImage:
     gap: int = 0
     size: tuple[int, int] = (0, 0)  # height and width before resizing, if the picture's tokens depend on them
     among: PromptImage | None = None  # the same picture as it is shown in a prompt with further ones, if that differs
-    # Of a picture that has no place yet: its tiles, row by row, which come before it in the prompt, and those of a row.
+    # Of a picture whose `start` is not set yet: its tiles, row by row, which come before it in the prompt.
     tiles: tuple[PromptImage, ...] = ()
-    tiles_across: int = 0
+    tiles_across: int = 0  # tiles in a row
 
     @property
     def num_tokens(self) -> int:

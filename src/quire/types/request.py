@@ -1,4 +1,4 @@
-"""The input of the engine: requests (Submit), and orders to abort them (Abort)."""
+"""The input of the engine: requests (Submit), and messages that abort them (Abort)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Orders the engine to end a request, or only its sample `index`. Idempotent; unknown ids are ignored.
+    """Tells the engine to end a request, or only its sample `index`. Idempotent; unknown ids are ignored.
 
     The serving layer sets `stop_reason` when it finds a stop string: the finish reason is then "stop", not "abort".
     """

@@ -110,8 +110,8 @@ class Masks:
     changed: Bools | None = None  # [masked]: False where the bits are those of the last mask supplied for the same row
 
 
-class DraftOrder(NamedTuple):
-    """Orders the drafter to propose up to `num_tokens` tokens after this step. They follow the token that the row
+class DraftRequest(NamedTuple):
+    """Asks the drafter to propose up to `num_tokens` tokens after this step. They follow the token that the row
     sampled in it."""
 
     row: int
@@ -144,7 +144,7 @@ class StepPlan:
     released: tuple[int, ...] = ()  # rows that are free again
     writes: tuple[RowTokens, ...] = ()  # new tokens of paced rows
     masks: Masks | None = None
-    drafts: tuple[DraftOrder, ...] = ()
+    drafts: tuple[DraftRequest, ...] = ()
     transfers: Transfers = NO_TRANSFERS  # between the cache's tiers
     # The masks of this step come later, from `Executor.supply_masks`; its sampling waits for them.
     guided: bool = False  # then `masks` is None

@@ -15,11 +15,12 @@ from quire.config.memory import (
     kv_block_bytes,
     plan_memory,
 )
-from quire.config.model import Dtype, Experts, Heads, Latent, Quantization, StoredLevels
+from quire.config.model import Dtype, Experts, Heads, Latent, Quantization
 from quire.config.parallel import ParallelConfig
 from quire.config.sampling_memory import MASK_PARCELS, PROMPT_POSITIONS
 from quire.config.sizes import GIB, MIB
 from quire.config.tiers import TierConfig
+from quire.config.weight_counts import StoredLevels
 from quire.config.weight_memory import weight_memory
 from quire.runtime.models.build import count_weights
 from quire.types.errors import DoesNotFit

@@ -8,9 +8,10 @@ import pytest
 from quire.config.arguments import EngineArguments, EngineSettings
 from quire.config.facts import HardwareFacts
 from quire.config.lengths import model_length
-from quire.config.model import Experts, Heads, ModelConfig, Rope, StoredLevels
+from quire.config.model import Experts, Heads, ModelConfig, Rope
 from quire.config.resolve import resolve_engine_config
 from quire.config.sizes import GIB, MIB
+from quire.config.weight_counts import StoredLevels
 from quire.runtime.models.build import count_weights
 from quire.types.errors import ConfigError, DoesNotFit
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL

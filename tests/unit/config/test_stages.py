@@ -13,7 +13,6 @@ from quire.config.parallel import ParallelConfig
 from quire.config.recurrent import Recurrent
 from quire.config.speculation import SpeculationConfig
 from quire.config.stages import resolve_pipeline, stage_model, stage_models
-from quire.config.tiers import TierConfig
 from quire.types.errors import ConfigError
 
 MODEL = ModelConfig("llama", 100, 64, 96, 6, Heads(4, 2, 16), Rope(), 1e-5)
@@ -61,7 +60,6 @@ def test_states_take_as_many_blocks_as_the_stage_with_the_most() -> None:
             replace(CONFIG, speculation=SpeculationConfig(method="draft_model", num_tokens=3)),
             "speculative_config.method",
         ),
-        (replace(CONFIG, cache=replace(CONFIG.cache, tiers=TierConfig(host_blocks=8))), "host_cache_memory"),
         (replace(CONFIG, parallel=ParallelConfig(pipeline=7)), "pipeline_parallel_size"),
     ],
 )

@@ -42,6 +42,19 @@ def test_sizes_become_blocks(tmp_path: Any) -> None:
     assert plan.host_cache == tiers.host_blocks * plan.block_bytes
 
 
+def test_the_sizes_are_those_of_a_rank() -> None:
+    """Of two ranks, one has two of three heads of all layers; of two stages, each has half of the layers."""
+    whole, shared, staged = (
+        resolve(host_cache_memory="64MiB", num_kv_blocks=64, **ranks)[0].cache.tiers
+        for ranks in ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2})
+    )
+    assert [each.block_bytes for each in (shared, staged)] == [whole.block_bytes * 2 // 3, whole.block_bytes // 2]
+    assert [each.host_blocks for each in (shared, staged)] == [
+        64 * MIB // each.block_bytes for each in (shared, staged)
+    ]
+    assert staged.host_blocks == 2 * whole.host_blocks
+
+
 def test_a_folder_may_be_given_as_a_path(tmp_path: Path) -> None:
     assert resolve(**DISK, disk_cache_path=tmp_path)[0].cache.tiers.disk_path == str(tmp_path)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quire.config.arguments import EngineArguments, read_arguments
+from quire.config.parallel import ParallelConfig
 from quire.config.sizes import GIB, MIB
-from quire.config.transport import TransportConfig
+from quire.config.transport import TransportConfig, check_transport
 from quire.types.errors import ConfigError
 
 SHM: dict[str, Any] = {"kv_role": "prefill", "kv_transport": "shm://kv"}
@@ -71,3 +73,30 @@ def test_a_role_that_puts_writes_through_host_memory_and_there_is_some() -> None
 def test_wrong_settings_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read(**given)
+
+
+RANKS = ParallelConfig(2, 2, executor="processes")
+
+
+def test_every_rank_has_shared_memory_or_a_port_of_its_own() -> None:
+    shared, tcp = TransportConfig("both", "kv"), TransportConfig("decode", "", (("a", 7000), ("b", 8000)))
+    assert [shared.of_rank(rank).name for rank in range(3)] == ["kv", "kv~1", "kv~2"]
+    assert tcp.of_rank(0) is tcp
+    assert tcp.of_rank(3).addresses == (("a", 7003), ("b", 8003))
+    assert tcp.of_rank(3).name == ""
+
+
+@pytest.mark.parametrize(
+    ("port", "parallel", "message"),
+    [
+        (65_533, RANKS, "consecutive ports, and 65533 is given as the first one; give a port in [1, 65532]"),
+        (0, RANKS, "kv_transport: 4 ranks need as many consecutive ports, and 0 is given"),
+        (7, replace(RANKS, executor="ray"), "kv_transport: needs all ranks of an engine on one machine"),
+    ],
+)  # fmt: skip
+def test_ranks_without_a_transport_of_their_own_are_refused(port: int, parallel: ParallelConfig, message: str) -> None:
+    transport = TransportConfig("prefill", "", (("127.0.0.1", port),))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_transport(transport, parallel)
+    check_transport(transport, replace(parallel, tensor=1, pipeline=1))
+    check_transport(replace(transport, addresses=(("127.0.0.1", 65_532),)), RANKS)

@@ -16,7 +16,7 @@ from engine_thread import PATIENCE, EngineThread, PlainEdge
 from fake_executor import continuation
 from quire.config.engine import SchedulerConfig
 from quire.engine import messages, transport
-from quire.engine.command_messages import CommandAnswer, order_of
+from quire.engine.command_messages import CommandAnswer, message_of
 from quire.engine.messages import (
     AdapterAnswer,
     Ask,
@@ -515,7 +515,7 @@ def test_an_update_between_two_steps_is_no_step_however_long_it_takes(
     engine.gate.clear()
     edge.submit("r", [5, 6], max_tokens=30)
     assert engine.held.wait(60)
-    edge.say(order_of(1, Command("update_weights", mode=mode, version="next")))
+    edge.say(message_of(1, Command("update_weights", mode=mode, version="next")))
     engine.gate.set()
     edge.wait(lambda: any(isinstance(said, CommandAnswer) for said in edge.heard))
     (state,) = [said.state for said in edge.heard if isinstance(said, CommandAnswer)]
@@ -560,7 +560,7 @@ def test_a_sleep_that_an_operator_orders_during_a_nap_lasts_until_the_operator_e
     naps, edge = Naps(engine), connect(engine)
     edge.submit("a", [5, 6])
     edge.wait(lambda: engine.core.standby.state.is_sleeping)
-    edge.say(order_of(1, Command("sleep", mode="wait")))
+    edge.say(message_of(1, Command("sleep", mode="wait")))
     edge.wait(lambda: any(isinstance(said, CommandAnswer) for said in edge.heard))
     edge.submit("b", [5, 6])
     edge.wait(lambda: "b" in edge.refusals())

@@ -12,9 +12,9 @@ import torch
 
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.cuda import nvrtc, row_program, row_records
-from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight
+from quire.kernels.cuda.row_phases import AttentionPhase, GemvPhase, Phase, ScaledRowsWeight
 from quire.kernels.norm import Norm
-from quire.kernels.triton.nibble_products import pack_nibbles
+from quire.kernels.triton.gemm_w4 import pack_w4
 
 FOLDER = Path(row_program.__file__).parent
 BF16 = torch.bfloat16
@@ -61,8 +61,8 @@ def test_numbers_that_stand_in_both_languages_are_the_same() -> None:
     assert numbers == {name: getattr(row_records, name) for name in numbers}
 
 
-def product(outputs: int, inputs: int, *, device: str = "meta") -> ProductPhase:
-    return ProductPhase(torch.empty(outputs, inputs, dtype=BF16, device=device), None, torch.empty(outputs, dtype=BF16))
+def product(outputs: int, inputs: int, *, device: str = "meta") -> GemvPhase:
+    return GemvPhase(torch.empty(outputs, inputs, dtype=BF16, device=device), None, torch.empty(outputs, dtype=BF16))
 
 
 def attention() -> AttentionPhase:
@@ -96,22 +96,20 @@ def test_small_layers_are_run_together_and_large_ones_are_not() -> None:
 
 def test_weights_of_8_bits_stay_with_other_kernels_and_those_of_4_do_not() -> None:
     numbers = torch.zeros(32, 64, dtype=torch.int8)
-    scaled = ProductPhase(ScaledRowsWeight(numbers, torch.ones(32)), None, torch.zeros(32, dtype=BF16))
+    scaled = GemvPhase(ScaledRowsWeight(numbers, torch.ones(32)), None, torch.zeros(32, dtype=BF16))
     assert "8-bit" in str(row_program.why_not_faster([scaled]))
     levels, scales = torch.zeros(64, 128, dtype=torch.uint8), torch.ones(64, 2, dtype=torch.float16)
-    nibbles = ProductPhase(pack_nibbles(levels, scales, None), None, torch.zeros(64, dtype=BF16))
+    nibbles = GemvPhase(pack_w4(levels, scales, None), None, torch.zeros(64, dtype=BF16))
     assert row_program.why_not_faster([nibbles]) is None
 
 
 def test_phases_that_the_kernel_lacks() -> None:
     vector = torch.zeros(64, dtype=BF16)
     weight = torch.zeros(64, 64, dtype=BF16)
-    assert row_program.takes_phase(ProductPhase(weight, vector, None))
-    assert not row_program.takes_phase(ProductPhase(weight, vector, vector))  # others read it meanwhile
-    assert not row_program.takes_phase(ProductPhase(weight.float(), vector, None))
-    assert not row_program.takes_phase(
-        ProductPhase(torch.zeros(64, 40, dtype=BF16), vector[:40], None)
-    )  # no whole units
+    assert row_program.takes_phase(GemvPhase(weight, vector, None))
+    assert not row_program.takes_phase(GemvPhase(weight, vector, vector))  # others read it meanwhile
+    assert not row_program.takes_phase(GemvPhase(weight.float(), vector, None))
+    assert not row_program.takes_phase(GemvPhase(torch.zeros(64, 40, dtype=BF16), vector[:40], None))  # no whole units
     assert row_program.takes_phase(attention())
     odd = torch.zeros(2, 2, 16, 80, dtype=BF16)  # heads of 80 numbers
     vectors = torch.zeros(8 * 80, dtype=BF16), torch.zeros(4 * 80, dtype=BF16)
@@ -145,11 +143,11 @@ def layer() -> list[Phase]:
     norm, cache = Norm(torch.ones(256, dtype=BF16), 1e-6), torch.zeros(2, 2, 16, 64, dtype=BF16)
     qkv, attended, gated = vectors
     return [
-        ProductPhase(weights[0], None, qkv, norm=norm),
+        GemvPhase(weights[0], None, qkv, norm=norm),
         AttentionPhase(qkv, attended, 4, 2, 64, None, None, cache, cache, None, 0, AttentionRule(0.125)),
-        ProductPhase(weights[1], attended, None, adds=True),
-        ProductPhase(weights[2], None, gated, norm=norm, activation="silu"),
-        ProductPhase(weights[3], gated, None, adds=True),
+        GemvPhase(weights[1], attended, None, adds=True),
+        GemvPhase(weights[2], None, gated, norm=norm, activation="silu"),
+        GemvPhase(weights[3], gated, None, adds=True),
     ]
 
 

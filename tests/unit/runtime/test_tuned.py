@@ -10,7 +10,7 @@ from interpreter import HAS_TRITON
 if not HAS_TRITON:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from quire.kernels.triton.products_plan import Found, Shape, Tiling
+from quire.kernels.triton.gemm_skinny_plan import Found, Shape, Tiling
 from quire.runtime.tuned import add_to_table, read_table, table_path
 
 GPU = ("NVIDIA H200", "3.6.0")

@@ -131,9 +131,9 @@ class StepController:
         self._num_forced = min(len(forced), len(draft))
         return Proposal(tuple(draft), tuple(masks))
 
-    def order(self, limit: int) -> int:
+    def num_to_draft(self, limit: int) -> int:
         """Return how many tokens the runtime must draft after the step."""
-        return min(self.proposer.order(limit), limit) if limit > 0 else 0
+        return min(self.proposer.num_to_draft(limit), limit) if limit > 0 else 0
 
     # ------------------------------------------------------------------------------------------------- after a step
     def verify(self, sampled: Sequence[int], draft: Sequence[int], room: int) -> Verified:

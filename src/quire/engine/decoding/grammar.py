@@ -87,7 +87,7 @@ class NoGrammars:
         """Do nothing."""
 
 
-class PatientGrammars:
+class SynchronousGrammars:
     """Wraps another Grammars so that `compile` returns only when the compilation has ended. Engines that receive the
     same requests then plan the same steps, independent of how long compiling takes."""
 

@@ -13,9 +13,9 @@ from quire.engine.kvcache.table import NO_STATE, BlockTable, Move
 from quire.types.errors import OutOfBlocks
 from quire.types.step import BlockCopy
 
-KEPT_TOKENS = 1_024  # a checkpoint is kept every KEPT_TOKENS tokens ...
-STATE_TOKENS = 16  # ... and, while a sequence generates, every STATE_TOKENS (rounded up to whole blocks), of which ...
-_TRAIL = 2  # ... the last _TRAIL stay: a sequence's end may be known a few tokens late
+KEPT_TOKENS = 1_024  # tokens between two checkpoints of a prompt or an answer, which are kept
+STATE_TOKENS = 16  # tokens between two further checkpoints while a sequence generates, rounded up to whole blocks
+_TRAIL = 2  # how many of these further ones are kept, the last: a sequence's end may be known a few tokens late
 
 
 class GroupedTable(BlockTable):

@@ -53,7 +53,7 @@ def plan_digest(plan: StepPlan) -> str:
             len(plan.copies),
             plan.released,
             [(write.row, write.start, len(write.token_ids)) for write in plan.writes],
-            [(order.row, order.num_tokens) for order in plan.drafts],
+            [(each.row, each.num_tokens) for each in plan.drafts],
         )
         digest.update(repr(rest).encode())
     slots = [new.adapter for new in plan.new_rows]

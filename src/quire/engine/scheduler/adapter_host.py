@@ -29,9 +29,9 @@ class HostAdapters:
         self._capacity = max(1, capacity - 1) if capacity else 0
         self._held: dict[str, None] = {}  # most recently used last
         self.missing: dict[str, dict[Group, None]] = {}  # by adapter to be read: the groups that wait for it
-        self._ordered = ""  # the adapter that is being read, one of `missing`
+        self._reading = ""  # the adapter that is being read, one of `missing`
         self._waited: dict[Group, None] = {}  # groups whose adapter was read, until they are admitted
-        self.order: Callable[[str], None] = lambda _: None  # starts to read an adapter; `arrived` must follow
+        self.start_reading: Callable[[str], None] = lambda _: None  # starts to read an adapter; `arrived` must follow
         self.ready: list[Group] = []  # groups that no longer wait; the scheduler resumes them
 
     def is_missing(self, adapter: str) -> bool:
@@ -63,15 +63,15 @@ class HostAdapters:
 
     def fetch(self) -> None:
         """Start to read the next adapter, unless one is being read or is still to be used."""
-        if self.missing and not self._ordered and not self._waited:
-            self._ordered = next(iter(self.missing))
-            self.use(self._ordered)
-            self.order(self._ordered)
+        if self.missing and not self._reading and not self._waited:
+            self._reading = next(iter(self.missing))
+            self.use(self._reading)
+            self.start_reading(self._reading)
 
     def arrived(self, adapter: str, *, was_read: bool) -> None:
         """Note that the reading of an adapter has ended."""
         groups = self.missing.pop(adapter)
-        self._ordered = ""
+        self._reading = ""
         if not was_read:
             self.forget(adapter)
         self._waited |= groups
@@ -87,12 +87,12 @@ class HostAdapters:
         adapter = group.request.adapter_digest
         if group in self.missing.get(adapter, ()):
             del self.missing[adapter][group]
-            if not self.missing[adapter] and adapter != self._ordered:
+            if not self.missing[adapter] and adapter != self._reading:
                 del self.missing[adapter]
 
     def check(self, queued: set[Group]) -> None:
         assert not self._capacity or len(self._held) <= self._capacity
         assert queued >= self._waited.keys()
         assert all(queued >= groups.keys() for groups in self.missing.values())
-        assert all(groups or adapter == self._ordered for adapter, groups in self.missing.items())
-        assert not self._ordered or self._ordered in self.missing
+        assert all(groups or adapter == self._reading for adapter, groups in self.missing.items())
+        assert not self._reading or self._reading in self.missing

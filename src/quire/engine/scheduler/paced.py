@@ -109,12 +109,12 @@ class PacedSet:
         proposal = controller.propose(room)
         free = table.capacity + self._pool.num_takeable * self._block_size - table.num_tokens
         draft = proposal.draft[:free]
-        num_ordered = min(controller.order(left - len(draft)), free - len(draft)) if room else 0
+        num_requested = min(controller.num_to_draft(left - len(draft)), free - len(draft)) if room else 0
         builder.mask(row, proposal.masks[: len(draft) + 1])
-        if draft or num_ordered:
-            builder.append(row, table, len(draft) + num_ordered)
-        if num_ordered:
-            builder.order_draft(row, num_ordered)
+        if draft or num_requested:
+            builder.append(row, table, len(draft) + num_requested)
+        if num_requested:
+            builder.request_draft(row, num_requested)
         if draft:
             builder.verify(sequence, draft)
             builder.move_state(row, table.plan_draft(sequence.num_tokens, len(draft), self._rows.num_rows))
@@ -142,7 +142,7 @@ class PacedSet:
         for sequence in list(self.draining):
             row = sequence.row
             assert row is not None
-            if self._rows.counts[row] + sequence.group.num_prompt > sequence.num_computed:
+            if self._rows.count_of[row] + sequence.group.num_prompt > sequence.num_computed:
                 del self.draining[sequence]
                 tokens = self._rows.outputs(row, len(sequence.outputs))
                 sequence.outputs.extend(tokens)

@@ -17,7 +17,7 @@ from quire.types.step import (
     Bits,
     BlockCopy,
     Chunk,
-    DraftOrder,
+    DraftRequest,
     Ints,
     Masks,
     NewRow,
@@ -45,7 +45,7 @@ class PlanBuilder:
         self._writes: list[tuple[int, int, tuple[int, ...]]] = []  # row, start, tokens
         self._states: list[StateMove] = []
         self._masks: dict[int, tuple[Bits, ...]] = {}  # by row, one mask for each of its samples
-        self._orders: list[DraftOrder] = []
+        self._draft_requests: list[DraftRequest] = []
         self._loads: dict[bytes, tuple[int, SlotMove]] = {}  # block that tables list, move; by content hash
         self._undone: dict[int, int] = {}  # targets of dropped copies -> their sources
 
@@ -164,9 +164,9 @@ class PlanBuilder:
         if masks:
             self._masks[row] = masks
 
-    def order_draft(self, row: int, num_tokens: int) -> None:
-        """Order the runtime to draft tokens for a row after the step."""
-        self._orders.append(DraftOrder(row, num_tokens))
+    def request_draft(self, row: int, num_tokens: int) -> None:
+        """Request that the runtime drafts tokens for a row after the step."""
+        self._draft_requests.append(DraftRequest(row, num_tokens))
 
     def load(self, key: bytes, block: int, move: SlotMove) -> None:
         """Load a block that tables list, or a side block of it, from host memory. Only the next step may read it."""
@@ -218,7 +218,7 @@ class PlanBuilder:
         self._copies = [(row, copy) for row, copy in self._copies if row not in dropped]
         self._writes = [write for write in self._writes if write[0] not in dropped]
         self._masks = {row: masks for row, masks in self._masks.items() if row not in dropped}
-        self._orders = [order for order in self._orders if order.row not in dropped]
+        self._draft_requests = [each for each in self._draft_requests if each.row not in dropped]
         self._states = [move for move in self._states if move.row not in dropped]
         return before
 
@@ -266,7 +266,7 @@ class PlanBuilder:
             released=released,
             writes=self._row_tokens() if self._writes else (),
             masks=None if is_guided else masks,
-            drafts=tuple(self._orders),
+            drafts=tuple(self._draft_requests),
             transfers=transfers,
             guided=is_guided,
         )

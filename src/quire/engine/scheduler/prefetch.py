@@ -33,13 +33,13 @@ class _Wait:
 class _Request:
     """The files that one group needs, and how far they are read. Blocks of other engines are handled like files."""
 
-    __slots__ = ("is_over", "left", "lookup", "names", "ordered", "wait")
+    __slots__ = ("is_over", "left", "lookup", "names", "started", "wait")
 
     def __init__(self, lookup: RemoteLookup | None) -> None:
         self.lookup = lookup  # the lookup at other engines, until it is answered
         self.names: list[bytes] = []  # all files, once they were looked up
-        self.left: list[bytes] = []  # files whose reading is still to be ordered
-        self.ordered: list[bytes] = []  # files whose reading was ordered, and that may not have arrived yet
+        self.left: list[bytes] = []  # files whose reading is still to be started
+        self.started: list[bytes] = []  # files whose reading was started, and that may not have arrived yet
         self.is_over = False  # the group does not wait for files any more
         self.wait: _Wait | None = None  # since the group could first have been admitted
 
@@ -56,8 +56,8 @@ class FilePrefetch:
     at most two seconds. Meanwhile other groups are admitted. Then it computes the tokens of files that were not read.
 
     At most `NEAR` groups wait for files at the same time, and no further group begins to wait while a waiting group has
-    files that are not ordered yet. Every other group that needs files is passed over: the scheduler does not consider
-    it until it may wait, or until it was passed over for two seconds; then it computes the missing tokens.
+    files whose reading is not started yet. Every other group that needs files is passed over: the scheduler does not
+    consider it until it may wait, or until it was passed over for two seconds; then it computes the missing tokens.
     """
 
     def __init__(self, tiers: Tiers, compute: ComputeTime, block_size: int, *, asks: bool = False) -> None:
@@ -78,7 +78,7 @@ class FilePrefetch:
         self._plan = 0  # plans made so far
 
     def look(self, groups: list[Group]) -> None:
-        """Order the reading of the files of groups that are likely to be admitted next."""
+        """Start to read the files of groups that are likely to be admitted next."""
         for group in groups:
             self._order(self._request(group))
 
@@ -95,11 +95,11 @@ class FilePrefetch:
         return request
 
     def _order(self, request: _Request) -> None:
-        """Order the files of a request that are not ordered yet, as far as the tiers have slots for them."""
+        """Start to read the files of a request that are left, as far as the tiers have slots for them."""
         if request.left and not self._is_full:
             left = self._tiers.fetch(request.left)
             waiting = set(left)
-            request.ordered += [name for name in request.left if name not in waiting]
+            request.started += [name for name in request.left if name not in waiting]
             request.left, self._is_full = left, bool(left)
 
     def awaits_files(self, group: Group, now: float) -> bool:
@@ -151,8 +151,8 @@ class FilePrefetch:
         """Return how many files of a request have not been read; before they are looked up, how many it may have."""
         if request.lookup is not None:
             return request.lookup.num_blocks
-        request.ordered = [name for name in request.ordered if self._tiers.is_fetching(name)]
-        return len(request.left) + len(request.ordered)
+        request.started = [name for name in request.started if self._tiers.is_fetching(name)]
+        return len(request.left) + len(request.started)
 
     def _end_wait(self, request: _Request) -> None:
         """End the wait of a group: it computes the tokens of files that have not been read."""

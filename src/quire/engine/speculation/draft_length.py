@@ -57,7 +57,7 @@ class DraftLengths:
         self._depth = depth
         self.num_steps = 0
         self._rows, self._others_drafted, self._others_accepted = 1.0, 0.0, 0.0  # per step, running means
-        self._ordered = self._drafted = self._accepted = 0  # since the last step
+        self._requested = self._drafted = self._accepted = 0  # since the last step
         self._num_probes: Counter[int] = Counter()  # steps with probes, by octave
         self._was_probe = False  # since the last step
         self.probe_room = _PROBE_TOKENS  # draft tokens that probes of the next step may still have
@@ -71,22 +71,22 @@ class DraftLengths:
         self.num_steps += 1
         if num_tokens == num_samples and num_tokens:
             rows = max(1, num_samples - self._drafted)
-            self.costs.note(num_tokens, seconds, drafting=self._ordered > 0)
+            self.costs.note(num_tokens, seconds, drafting=self._requested > 0)
             self._gate.note(rows, self._drafted, self._accepted, seconds)
             self._num_probes[self._gate.octave] += self._was_probe
             self._rows += _RATE * (rows - self._rows)
             others = 1.0 - 1.0 / rows  # the drafts of the other sequences
             self._others_drafted += _RATE * (self._drafted * others - self._others_drafted)
             self._others_accepted += _RATE * (self._accepted * others - self._others_accepted)
-        self._ordered = self._drafted = self._accepted = 0
+        self._requested = self._drafted = self._accepted = 0
         self._was_probe = False
         has_probes = self._num_probes[self._gate.octave] < _PROBES
         self.probe_room = max(_PROBE_TOKENS, round(self._rows)) if has_probes else 0
         self._prices.clear()
 
-    def note_order(self, num_tokens: int) -> None:
+    def note_request(self, num_tokens: int) -> None:
         """Note that the runtime drafts `num_tokens` tokens after the step that is being planned."""
-        self._ordered += num_tokens
+        self._requested += num_tokens
 
     def note_probe(self, num_tokens: int) -> None:
         """Note a probe of `num_tokens` tokens in, or after, the step that is being planned."""

@@ -271,11 +271,11 @@ class NgramProposer:
         tokens, self._is_probe = self._owner.draft(slot, limit)
         return tokens
 
-    def order(self, limit: int) -> int:  # noqa: ARG002 - DraftProposer's signature
+    def num_to_draft(self, limit: int) -> int:  # noqa: ARG002 - DraftProposer's signature
         return 0
 
     def offer(self, tokens: Sequence[int]) -> None:
-        raise AssertionError(f"the runtime drafted {len(tokens)} tokens that were not ordered")
+        raise AssertionError(f"the runtime drafted {len(tokens)} tokens that were not requested")
 
     def result(self, num_drafted: int, num_accepted: int) -> None:
         self._owner.lengths.note_result(num_drafted, num_accepted, is_probe=self._is_probe)

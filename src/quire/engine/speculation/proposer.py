@@ -34,7 +34,7 @@ class DraftProposer(Protocol):
     def propose(self, limit: int) -> tuple[int, ...]:
         """Return at most `limit` draft tokens for the next step of a paced sequence; often none."""
 
-    def order(self, limit: int) -> int:
+    def num_to_draft(self, limit: int) -> int:
         """Return how many tokens, at most `limit`, the runtime must draft after the next step."""
 
     def offer(self, tokens: Sequence[int]) -> None:
@@ -81,7 +81,7 @@ class _NoProposer:
     def propose(self, limit: int) -> tuple[int, ...]:  # noqa: ARG002 - DraftProposer's signature
         return ()
 
-    def order(self, limit: int) -> int:  # noqa: ARG002 - DraftProposer's signature
+    def num_to_draft(self, limit: int) -> int:  # noqa: ARG002 - DraftProposer's signature
         return 0
 
     def offer(self, tokens: Sequence[int]) -> None: ...

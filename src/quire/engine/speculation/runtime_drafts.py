@@ -1,4 +1,4 @@
-"""Drafts that the runtime makes when ordered: with a draft model, an EAGLE head, or the first layers of the same
+"""Drafts that the runtime makes on request: with a draft model, an EAGLE head, or the first layers of the same
 model."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Trials:
 
 
 class RuntimeDraftProposers:
-    """Orders drafts from the runtime while they are worth their cost. While they are not, sequences run ahead."""
+    """Requests drafts from the runtime while they are worth their cost. While they are not, sequences run ahead."""
 
     def __init__(self, config: SpeculationConfig, depth: int) -> None:
         self._num_tokens = config.num_tokens
@@ -76,9 +76,9 @@ class RuntimeDraftProposers:
 
 
 class RuntimeDraftProposer:
-    """Orders the drafts of one sequence. While drafts are not worth their cost, the sequence rests: it runs ahead, each
-    time twice as far, before a short trial draft, which also requires that Trials allows one. A draft that was lost,
-    for example by a preemption, is not proposed."""
+    """Requests the drafts of one sequence. While drafts are not worth their cost, the sequence rests: it runs ahead,
+    each time twice as far, before a short trial draft, which also requires that Trials allows one. A draft that was
+    lost, for example by a preemption, is not proposed."""
 
     is_observed = False
 
@@ -91,7 +91,7 @@ class RuntimeDraftProposer:
         if not trials.are_due:
             self._begin_rest()
         self._offered: tuple[int, ...] = ()
-        # Whether the last ordered, and the last offered, draft is a probe.
+        # Whether the last requested, and the last offered, draft is a probe.
         self._orders_probe = self._offers_probe = False
         self.num_ahead = self._rest
 
@@ -109,7 +109,7 @@ class RuntimeDraftProposer:
     def propose(self, limit: int) -> tuple[int, ...]:
         return self._offered[: max(limit, 0)]
 
-    def order(self, limit: int) -> int:
+    def num_to_draft(self, limit: int) -> int:
         limit = min(limit, self._num_tokens)
         if limit <= 0 or self._rest > 0:
             return 0
@@ -118,7 +118,7 @@ class RuntimeDraftProposer:
             length = min(limit, TRIAL)
             self._trials.note_trial()
         if length:
-            self._lengths.note_order(length)
+            self._lengths.note_request(length)
             if self._orders_probe:
                 self._lengths.note_probe(length)
         else:

@@ -17,11 +17,11 @@ constexpr u32 IN_PLACE = 0x01C001C0u;          // exponent and mantissa of two c
 constexpr u32 SIGNS = 0x80008000u;
 
 // The arguments of a launch, written by coded_experts.py.
-struct Product {
+struct Gemm {
     u64 x;        // [tiles, steps, TILE, 64]: of each row, chunk c of eight is at place c ^ row % 8
     u64 weight;   // [experts, panels, steps, PANEL_BYTES]
     u64 bias;     // [experts, weight rows]
-    u64 out;      // GATED: laid out as x, for the next product; else [pairs, weight rows]
+    u64 out;      // GATED: laid out as x, for the next gemm; else [pairs, weight rows]
     u64 experts;  // [tiles]: expert, -1 for an unused tile
     u64 counts;   // [tiles]: rows
     u64 places;   // [tiles, TILE]: pair of each row
@@ -43,7 +43,7 @@ struct Place {
 };
 
 // `together` tiles with the same panels, then with the next, for L2 reuse. list: expert and count of each used tile.
-__device__ __forceinline__ Work work_of(int number, int used, const u32* list, const Product& p) {
+__device__ __forceinline__ Work work_of(int number, int used, const u32* list, const Gemm& p) {
     const int columns = (p.panels + GROUPS - 1) / GROUPS, begin = number / (p.together * columns) * p.together;
     const int height = min(p.together, used - begin), rest = number - begin * columns, tile = begin + rest % height;
     return {tile, rest / height * GROUPS, (int)(list[tile] >> 16), (int)(list[tile] & 0xFFFF)};
@@ -92,7 +92,7 @@ __device__ __forceinline__ void hold(const u32 (&words)[WORDS], int never) {
 }
 
 // The last number of a used tile's list, plus one. Tiles are used from the first on.
-__device__ __forceinline__ void read_tiles(u32* list, int* used, const Product& p) {
+__device__ __forceinline__ void read_tiles(u32* list, int* used, const Gemm& p) {
     for (int tile = threadIdx.x; tile < p.tiles; tile += blockDim.x) {
         const int expert = ((const int*)p.experts)[tile];
         if (expert < 0) continue;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void read_tiles(u32* list, int* used, const Product& 
 }
 
 // Copy the weights of a stage of existing panels.
-__device__ __forceinline__ void copy_weights(u32 to, const Work& work, int step, u32 ready, const Product& p) {
+__device__ __forceinline__ void copy_weights(u32 to, const Work& work, int step, u32 ready, const Gemm& p) {
     u64 from = p.weight + PANEL_BYTES * (((u64)work.expert * p.panels + work.panel) * p.steps + step);
     for (int panel = work.panel; panel < min(work.panel + GROUPS, p.panels); panel++) {
         copy_bytes(to, from, PANEL_BYTES, ready);
@@ -111,12 +111,12 @@ __device__ __forceinline__ void copy_weights(u32 to, const Work& work, int step,
 }
 
 // Bytes of a stage.
-__device__ __forceinline__ int bytes_of(const Work& work, int columns, const Product& p) {
+__device__ __forceinline__ int bytes_of(const Work& work, int columns, const Gemm& p) {
     return min(GROUPS, p.panels - work.panel) * PANEL_BYTES + columns * LINE;
 }
 
 // The code of the producer thread. Weights are copied before the previous kernel has ended, since only x comes from it.
-__device__ __forceinline__ void load(const Product& p, int used, const u32* list, u32 ring, u32 full, u32 empty) {
+__device__ __forceinline__ void load(const Gemm& p, int used, const u32* list, u32 ring, u32 full, u32 empty) {
     const int numbers = used * ((p.panels + GROUPS - 1) / GROUPS);
     const u32 x_ring = ring, w_ring = ring + STAGES * X_BYTES;
     int ahead = 0;
@@ -182,20 +182,20 @@ __device__ __forceinline__ u32 joined(float first, float second) {
     return is_odd ? to_pair(got, second) : to_pair(first, got);
 }
 
-__device__ __forceinline__ float gated(float gate, float up, const Product& p) {
+__device__ __forceinline__ float gated(float gate, float up, const Gemm& p) {
     if (!CLAMPED) return activated(gate) * up;
     const float kept = gate > p.limit ? p.limit : gate, bounded = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
     return __fdividef(kept, 1.0f + __expf(-kept * p.alpha)) * (bounded + p.shift);
 }
 
-__device__ __forceinline__ float bias_of(const Product& p, int expert, int row) {
+__device__ __forceinline__ float bias_of(const Gemm& p, int expert, int row) {
     if (!HAS_BIAS) return 0.0f;
     return __uint_as_float((u32)((const u16*)p.bias)[(u64)expert * p.panels * 64 + row] << 16);
 }
 
 // Finish a panel's sums with a tile's rows. INTERLEAVED: eight weight rows of gate, eight of up, and so on.
 template <int COLUMNS>
-__device__ __forceinline__ void finish(const float (&sums)[COLUMNS / 2], const Work& work, int panel, const Product& p) {
+__device__ __forceinline__ void finish(const float (&sums)[COLUMNS / 2], const Work& work, int panel, const Gemm& p) {
     const int lane = threadIdx.x % 32, g = lane / 4, own = 2 * (lane % 4) + g % 2, half = p.panels * 32;
     const int first = INTERLEAVED ? panel * 32 + threadIdx.x / 32 % 4 * 8 + g : panel * 64 + threadIdx.x / 32 % 4 * 16 + g;
     const int second = INTERLEAVED ? first + half : first + 8;
@@ -224,7 +224,7 @@ __device__ __forceinline__ void finish(const float (&sums)[COLUMNS / 2], const W
 // Multiply a tile by the panel of this warpgroup.
 template <int COLUMNS>
 __device__ __forceinline__ void multiply_tile(
-    const Product& p, const Work& work, int group, Place& place, u32 ring, u32 full, u32 empty) {
+    const Gemm& p, const Work& work, int group, Place& place, u32 ring, u32 full, u32 empty) {
     const u32 panel_at = ring + STAGES * X_BYTES + group * PANEL_BYTES, thread = threadIdx.x % 128;
     const u32 codes_at = panel_at + 16 * thread, scales_at = panel_at + CODE_BYTES + thread / 4 * 4;
     float sums[COLUMNS / 2];
@@ -248,7 +248,7 @@ __device__ __forceinline__ void multiply_tile(
 
 // The code of a consumer warpgroup: its panels of all work of this block.
 __device__ __forceinline__ void multiply_tiles(
-    const Product& p, int used, const u32* list, u32 ring, u32 full, u32 empty) {
+    const Gemm& p, int used, const u32* list, u32 ring, u32 full, u32 empty) {
     const int numbers = used * ((p.panels + GROUPS - 1) / GROUPS), group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);
     Place place = {0, 0};
     for (int number = blockIdx.x; number < numbers; number += gridDim.x) {
@@ -266,7 +266,7 @@ __device__ __forceinline__ void multiply_tiles(
 
 // The kernel: the last warp has the producer thread, the warpgroups before it are consumers. A kernel whose tiles were
 // placed by an earlier one than the previous (EARLY) copies weights before that has ended.
-extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32, 1) coded_experts(const __grid_constant__ Product p) {
+extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32, 1) coded_experts(const __grid_constant__ Gemm p) {
     extern __shared__ char memory[];
     __shared__ alignas(8) u64 barriers[2 * STAGES];
     __shared__ u32 list[MOST_TILES];

@@ -2,7 +2,7 @@
 wgmma. See coded_experts.cu.
 
 Weights are packed for the kernel at load: a thread reads its codes of 64 inputs in one load. Rows of x are copied to
-their places in tiles first; the gated product leaves its results in the places that the next product reads.
+their places in tiles first; the gated gemm leaves its results in the places that the next gemm reads.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.clamp import Clamp
-from quire.kernels.cuda.gated_product import runs_on
+from quire.kernels.cuda.gated_gemm import runs_on
 from quire.kernels.cuda.nvrtc import CudaKernel, compile_source
 from quire.kernels.triton.activation import ACTIVATIONS
 from quire.kernels.triton.compiling import is_compiling_only
+from quire.kernels.triton.gemm_w4 import PackedW4
 from quire.kernels.triton.grouped import Routing, most_tiles
 from quire.kernels.triton.launch import check, num_processors
-from quire.kernels.triton.nibble_products import PackedNibbles
 from quire.kernels.triton.place_rows import PlacedRows
 
 PANEL, STEP, GROUP = 64, 64, 32  # weight rows; inputs of a stage; inputs per scale
@@ -62,8 +62,8 @@ def choose_groups(tile: int, pairs: int, num: int) -> int:
     return 4 if tile == min(WIDTHS) and pairs >= _MANY_PAIRS * num else 3
 
 
-class _Product(ctypes.Structure):
-    """Mirrors `Product` in coded_experts.cu."""
+class _Gemm(ctypes.Structure):
+    """Mirrors `Gemm` in coded_experts.cu."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("x", "weight", "bias", "out", "experts", "counts", "places")),
@@ -72,7 +72,7 @@ class _Product(ctypes.Structure):
     )
 
 
-def takes_codes(experts: Sequence[PackedNibbles], dtype: torch.dtype, *, interleaved: bool) -> bool:
+def takes_codes(experts: Sequence[PackedW4], dtype: torch.dtype, *, interleaved: bool) -> bool:
     """Whether the kernel can multiply rows of a dtype by these packed weights: bfloat16 on a Hopper GPU, sizes of whole
     panels and stages, and scales of at most 2."""
     first = experts[0]
@@ -87,7 +87,7 @@ def takes_codes(experts: Sequence[PackedNibbles], dtype: torch.dtype, *, interle
     )
 
 
-def _exponents(weight: PackedNibbles) -> Tensor:
+def _exponents(weight: PackedW4) -> Tensor:
     """Return the biased exponents of the scales times 2**126 [outputs, groups], int32."""
     bits = weight.scales.view(torch.int16).int() >> 7
     return bits[: weight.inputs // GROUP, : weight.outputs].t() + _FACTOR_BITS
@@ -97,7 +97,7 @@ def _fits(exponents: Tensor) -> bool:
     return bool(((exponents >= _LEAST_EXPONENT) & (exponents <= _MOST_EXPONENT)).all())
 
 
-def pack_codes(weight: PackedNibbles, *, interleaved: bool) -> Tensor:  # [panels, steps, PANEL_BYTES] uint8
+def pack_codes(weight: PackedW4, *, interleaved: bool) -> Tensor:  # [panels, steps, PANEL_BYTES] uint8
     """Pack one expert's matrix, whose first half is the gate if `interleaved`, for the kernel."""
     panels, steps = weight.outputs // PANEL, weight.inputs // STEP
     quarters = torch.stack([weight.data >> 4 * quarter & 15 for quarter in range(4)], dim=3)
@@ -120,13 +120,13 @@ def _interleave(rows: Tensor) -> Tensor:
     return rows.view(2, -1, 8, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
 
 
-def stack_codes(experts: Sequence[PackedNibbles], bias: Tensor | None, *, interleaved: bool) -> CodedStack:
+def stack_codes(experts: Sequence[PackedW4], bias: Tensor | None, *, interleaved: bool) -> CodedStack:
     """Stack the packed weights of all experts, which are as `takes_codes` requires."""
     data = torch.stack([pack_codes(each, interleaved=interleaved) for each in experts])
     return CodedStack(data, experts[0].outputs, experts[0].inputs, interleaved, bias)
 
 
-def coded_product(
+def coded_gemm(
     x: PlacedRows,
     stack: CodedStack,
     routing: Routing,
@@ -167,7 +167,7 @@ def coded_product(
         return out
     limit, alpha, shift = clamp or Clamp(0.0)
     panels, steps = stack.data.shape[1:3]
-    given = _Product(
+    given = _Gemm(
         x.data.data_ptr(), stack.data.data_ptr(), 0 if stack.bias is None else stack.bias.data_ptr(), out_at,
         routing.tile_experts.data_ptr(), x.counts.data_ptr(), routing.places.data_ptr(), tiles, panels, steps,
         _TOGETHER, 0, limit, alpha, shift,

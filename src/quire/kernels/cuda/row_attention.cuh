@@ -350,8 +350,8 @@ __device__ __forceinline__ void ask_for_context(const Phase& p, const Run& run) 
         const u64 at = (threadIdx.x / lines % 2 ? p.values : p.keys) + place.at * (CACHE_KIND == BF16 ? 2 : 1);
         asm volatile("prefetch.global.L2 [%0];" ::"l"(at + line * 128));
     }
-    if (p.angles && threadIdx.x * 128 < p.turned * 2) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.angles + ((u64)c.position * p.turned) * 2 + threadIdx.x * 128));
+    if (p.angles && threadIdx.x * 128 < p.rotated * 2) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.angles + ((u64)c.position * p.rotated) * 2 + threadIdx.x * 128));
     }
     if (p.query_norm && threadIdx.x < 8) {
         const int line = threadIdx.x % 4;

@@ -33,7 +33,7 @@ struct Phase {
     int kind, outputs, inputs, row_bytes;
     int activation, adds, norm_is_wide, steps;
     int group_shift, factor_stride, num_query;
-    int num_kv, turned, table, window;
+    int num_kv, rotated, table, window;
     int shift;               // tile that block 0 starts with, so that all blocks get equally many in total
     int team_shift, parts;   // log2 of the warps that multiply a tile together; 2 parts: gate and up
     int source_phase, before_phase;  // phases that wrote the source, and what is added to

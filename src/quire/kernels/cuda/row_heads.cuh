@@ -60,8 +60,8 @@ __device__ __forceinline__ const int* table_of(const Phase& p, const Run& run) {
 struct HeadFactors { u32 weights[HEAD_DIM / 32]; u16 cosines[HEAD_DIM / 64], sines[HEAD_DIM / 64]; };
 
 // Start to load the norm weights and angles of a head.
-__device__ __forceinline__ void ask_for_factors(const Phase& p, u64 norm, bool turns, long long position, HeadFactors& f) {
-    const int lane = threadIdx.x % 32, half = p.turned / 2;
+__device__ __forceinline__ void ask_for_factors(const Phase& p, u64 norm, bool rotates, long long position, HeadFactors& f) {
+    const int lane = threadIdx.x % 32, half = p.rotated / 2;
     if (norm) {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; ++i) {
@@ -69,8 +69,8 @@ __device__ __forceinline__ void ask_for_factors(const Phase& p, u64 norm, bool t
                                           : __ldg(reinterpret_cast<const u16*>(norm) + lane + 32 * i);
         }
     }
-    if (!turns || !p.angles) return;
-    const u16* angles = reinterpret_cast<const u16*>(p.angles) + position * p.turned;
+    if (!rotates || !p.angles) return;
+    const u16* angles = reinterpret_cast<const u16*>(p.angles) + position * p.rotated;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 64; ++i) {
         if (lane + 32 * i >= half) break;
@@ -82,12 +82,12 @@ __device__ __forceinline__ void ask_for_factors(const Phase& p, u64 norm, bool t
 // Prepare one head of the current token by one warp: norm and rotary positions; `out` gets float32 values rounded to
 // bfloat16.
 __device__ __forceinline__ void prepare_head(
-    const Phase& p, int number, u32 mark, u64 norm, bool turns, long long position, float* out) {
-    const int lane = threadIdx.x % 32, half = turns && p.angles ? p.turned / 2 : 0;
+    const Phase& p, int number, u32 mark, u64 norm, bool rotates, long long position, float* out) {
+    const int lane = threadIdx.x % 32, half = rotates && p.angles ? p.rotated / 2 : 0;
     const int is_wide = p.norm_is_wide;
     const float eps = p.eps;
     HeadFactors f;
-    ask_for_factors(p, norm, turns, position, f);
+    ask_for_factors(p, norm, rotates, position, f);
     float squares = 0.0f;
     for (int i = lane * 4; i < HEAD_DIM; i += 128) {
         const int at = number * HEAD_DIM + i;

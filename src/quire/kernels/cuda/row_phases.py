@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule, CacheScales
 from quire.kernels.norm import Norm
-from quire.kernels.triton.nibble_products import PackedNibbles
+from quire.kernels.triton.gemm_w4 import PackedW4
 from quire.kernels.triton.rotary import HeadNorms
 
 
@@ -24,18 +24,18 @@ class ScaledRowsWeight:
     scale: Tensor  # [outputs], float32
 
 
-Weight = Tensor | ScaledRowsWeight | PackedNibbles  # a tensor is [outputs, inputs], bfloat16
+Weight = Tensor | ScaledRowsWeight | PackedW4  # a tensor is [outputs, inputs], bfloat16
 
 
 def count_outputs(weight: Weight) -> int:
     """Return the number of rows of a weight."""
-    if isinstance(weight, PackedNibbles):
+    if isinstance(weight, PackedW4):
         return weight.outputs
     return len(weight.scale) if isinstance(weight, ScaledRowsWeight) else len(weight)
 
 
 @dataclass(frozen=True, slots=True)
-class ProductPhase:
+class GemvPhase:
     """A gemv: target = or += [activation of] weight @ [norm of] source + bias."""
 
     weight: Weight  # with an activation: gate rows, then up rows
@@ -61,7 +61,7 @@ class AttentionPhase:
     num_kv: int
     dim: int
     norms: HeadNorms | None  # of queries and keys only
-    angles: Tensor | None  # [positions, turned]: cos of turned / 2 frequencies, then sin, bfloat16
+    angles: Tensor | None  # [positions, rotated]: cos of rotated / 2 frequencies, then sin, bfloat16
     key_cache: Tensor  # [blocks, kv heads, block, dim]
     value_cache: Tensor
     scales: CacheScales | None
@@ -69,4 +69,4 @@ class AttentionPhase:
     rule: AttentionRule
 
 
-Phase = ProductPhase | AttentionPhase
+Phase = GemvPhase | AttentionPhase

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cuda.nvrtc import CudaError, CudaKernel, compile_source, why_no_nvrtc
-from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight
+from quire.kernels.cuda.row_phases import AttentionPhase, GemvPhase, Phase, ScaledRowsWeight
 from quire.kernels.cuda.row_records import (
     DIMS,
     MOST_QUERIES,
@@ -38,14 +38,14 @@ from quire.kernels.cuda.row_records import (
     shared_limit,
 )
 from quire.kernels.triton.activation import ACTIVATIONS
+from quire.kernels.triton.gemm_w4 import PackedW4
 from quire.kernels.triton.launch import num_processors
-from quire.kernels.triton.nibble_products import PackedNibbles
 
 _FILES = (
     "row_common.cuh",
     "row_ring.cuh",
     "row_inputs.cuh",
-    "row_products.cuh",
+    "row_gemv.cuh",
     "row_heads.cuh",
     "row_attention.cuh",
     "row_program.cu",
@@ -71,13 +71,13 @@ def why_not_row_program(device: torch.device) -> str | None:
 
 def takes_phase(phase: Phase) -> bool:
     """Whether the kernel supports this phase."""
-    return _takes_attention(phase) if isinstance(phase, AttentionPhase) else _takes_product(phase)
+    return _takes_attention(phase) if isinstance(phase, AttentionPhase) else _takes_gemv(phase)
 
 
 def why_not_faster(phases: Sequence[Phase]) -> str | None:
     """Return why phases run faster as separate kernels, as measured on an H200; None if they do not. With many bytes
     per layer there is little to gain, and 8-bit weights are not converted fast enough."""
-    weights = [phase.weight for phase in phases if isinstance(phase, ProductPhase)]
+    weights = [phase.weight for phase in phases if isinstance(phase, GemvPhase)]
     if any(isinstance(weight, ScaledRowsWeight) for weight in weights):
         return "other kernels are faster with 8-bit weights"
     layers = sum(isinstance(phase, AttentionPhase) for phase in phases)
@@ -108,7 +108,7 @@ def _takes_attention(phase: AttentionPhase) -> bool:
     )
 
 
-def _takes_product(phase: ProductPhase) -> bool:
+def _takes_gemv(phase: GemvPhase) -> bool:
     weight, vectors = phase.weight, [vector for vector in (phase.source, phase.target) if vector is not None]
     if name_of(phase.source) == name_of(phase.target):
         return False
@@ -121,7 +121,7 @@ def _takes_product(phase: ProductPhase) -> bool:
         return False
     if phase.activation is not None and phase.activation not in ACTIVATIONS:
         return False
-    if isinstance(weight, PackedNibbles):
+    if isinstance(weight, PackedW4):
         is_even = phase.activation is None or weight.outputs % (2 * TILE) == 0
         is_even &= weight.group & (weight.group - 1) == 0
         factors = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
@@ -178,8 +178,8 @@ class RowProgram:
     @property
     def longest(self) -> int:
         """Context length in tokens up to which this is the faster way to run a step."""
-        weights = (phase.weight for phase in self._phases if isinstance(phase, ProductPhase))
-        return _LONGEST_NIBBLES if any(isinstance(weight, PackedNibbles) for weight in weights) else _LONGEST
+        weights = (phase.weight for phase in self._phases if isinstance(phase, GemvPhase))
+        return _LONGEST_NIBBLES if any(isinstance(weight, PackedW4) for weight in weights) else _LONGEST
 
     def run(self, stream: Tensor, positions: Tensor, rows: Tensor, tables: Sequence[Tensor]) -> None:
         """Run all phases in one launch. stream [1, hidden], bfloat16, is updated in place; positions [1] int64; rows
@@ -215,14 +215,14 @@ class RowProgram:
         self.run(together, at, padding, [table] * MOST_TABLES)
         number = 0
         for phase, record in zip(self._phases, self._records, strict=True):
-            is_product, alone = isinstance(phase, ProductPhase), PhaseRecord.from_buffer_copy(record)
+            is_gemv, alone = isinstance(phase, GemvPhase), PhaseRecord.from_buffer_copy(record)
             alone.plain_source, alone.plain_before = name_of(phase.source), name_of(phase.target)
             alone.plain_target = name_of(phase.target)
-            source = self._sources[number] if is_product else SourceRecord()
+            source = self._sources[number] if is_gemv else SourceRecord()
             given = _upload(alone, device), _upload(source, device)
-            self._launch(apart, at, padding, [table] * MOST_TABLES, given, 1, int(is_product))
+            self._launch(apart, at, padding, [table] * MOST_TABLES, given, 1, int(is_gemv))
             torch.cuda.synchronize(device)  # the uploaded records are freed after this
-            number += is_product
+            number += is_gemv
         if not torch.equal(together.view(torch.int16), apart.view(torch.int16)):
             raise CudaError("the one-row kernel failed its check: one launch differs from a launch per phase")
         if not bool(together.isfinite().all()):

@@ -9,10 +9,10 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight, count_outputs
+from quire.kernels.cuda.row_phases import AttentionPhase, GemvPhase, Phase, ScaledRowsWeight, count_outputs
 from quire.kernels.triton.activation import ACTIVATIONS
+from quire.kernels.triton.gemm_w4 import STEP, PackedW4
 from quire.kernels.triton.launch import shared_memory
-from quire.kernels.triton.nibble_products import STEP, PackedNibbles
 
 BF16, FLOAT8, INT8, NIBBLES, ATTENTION = range(5)
 SMALL = {torch.float8_e4m3fn: FLOAT8, torch.int8: INT8}
@@ -42,7 +42,7 @@ class PhaseRecord(ctypes.Structure):
         *_fields(ctypes.c_int32, "head_stride", "block_size", "kind", "outputs", "inputs", "row_bytes"),
         *_fields(ctypes.c_int32, "activation", "adds", "norm_is_wide", "steps"),
         *_fields(ctypes.c_int32, "group_shift", "factor_stride", "num_query"),
-        *_fields(ctypes.c_int32, "num_kv", "turned", "table", "window"),
+        *_fields(ctypes.c_int32, "num_kv", "rotated", "table", "window"),
         *_fields(ctypes.c_int32, "shift", "team_shift", "parts", "source_phase", "before_phase"),
         *_fields(ctypes.c_float, "eps", "factor", "softcap", "value_scale"),
     )
@@ -106,15 +106,15 @@ class Sizes:
     total; and the number of slots. Raises ValueError if there is too little for two slots."""
 
     def __init__(self, phases: Sequence[Phase], queries: int, dim: int, limit: int) -> None:
-        products = [phase for phase in phases if isinstance(phase, ProductPhase)]
-        nibbles = [phase.weight for phase in products if isinstance(phase.weight, PackedNibbles)]
-        inputs = max((-(-_inputs_of(phase) // STEP) * STEP for phase in products), default=0)
+        gemvs = [phase for phase in phases if isinstance(phase, GemvPhase)]
+        nibbles = [phase.weight for phase in gemvs if isinstance(phase.weight, PackedW4)]
+        inputs = max((-(-_inputs_of(phase) // STEP) * STEP for phase in gemvs), default=0)
         attention = 4 * ((queries + 2) * dim + WARPS * queries * (dim + 2))
         self.vector = -(-max(2 * inputs, attention) // 128) * 128
         self.quarters = 8 * inputs // 32 if nibbles else 0
-        sources = len(products) * ctypes.sizeof(SourceRecord)
+        sources = len(gemvs) * ctypes.sizeof(SourceRecord)
         self.slot = max((_steps_bytes(weight) for weight in nibbles), default=0)
-        if not nibbles or len(nibbles) < len(products):
+        if not nibbles or len(nibbles) < len(gemvs):
             self.slot = max(self.slot, _PIECE)
         room = limit - self.vector - self.quarters - sources
         self.slots = min(_MOST_SLOTS, room // (WARPS * self.slot))
@@ -123,7 +123,7 @@ class Sizes:
         self.total = WARPS * self.slots * self.slot + self.vector + self.quarters + sources
 
 
-def _steps_bytes(weight: PackedNibbles) -> int:
+def _steps_bytes(weight: PackedW4) -> int:
     """Return the bytes of a slot's steps with their scales and offsets, rounded up to whole 128-byte lines."""
     lines = PIECE_STEPS * STEP // min(weight.group, STEP) * (1 if weight.offsets is None else 2)
     return PIECE_STEPS * TILE * STEP // 2 + -(-lines * TILE * 2 // 128) * 128
@@ -157,8 +157,8 @@ def constants_of(phases: Sequence[Phase], queries: int, dim: int) -> dict[str, i
 def _nibble_constants(phases: Sequence[Phase]) -> dict[str, int]:
     """Return how many quarters of a step of 4-bit weights share a scale, and whether scales are float16; must be the
     same for all weights. Raises ValueError."""
-    weights = [phase.weight for phase in phases if isinstance(phase, ProductPhase)]
-    nibbles = [weight for weight in weights if isinstance(weight, PackedNibbles)]
+    weights = [phase.weight for phase in phases if isinstance(phase, GemvPhase)]
+    nibbles = [weight for weight in weights if isinstance(weight, PackedW4)]
     found = {(min(4, weight.group // 32), weight.scales.dtype == torch.float16) for weight in nibbles}
     if len(found) > 1:
         raise ValueError("4-bit weights have groups of different sizes, or scales of different dtypes")
@@ -180,9 +180,9 @@ def _count_outputs(phase: Phase) -> int:
     return count_outputs(phase.weight) // (1 if phase.activation is None else 2)
 
 
-def _inputs_of(phase: ProductPhase) -> int:
+def _inputs_of(phase: GemvPhase) -> int:
     weight = phase.weight
-    if isinstance(weight, PackedNibbles):
+    if isinstance(weight, PackedW4):
         return weight.inputs
     return int((weight.numbers if isinstance(weight, ScaledRowsWeight) else weight).shape[1])
 
@@ -227,10 +227,10 @@ def _team_shift(record: PhaseRecord, programs: int) -> int:
 
 
 def _record_of(phase: Phase) -> PhaseRecord:
-    return _attention_record(phase) if isinstance(phase, AttentionPhase) else _product_record(phase)
+    return _attention_record(phase) if isinstance(phase, AttentionPhase) else _gemv_record(phase)
 
 
-def _product_record(phase: ProductPhase) -> PhaseRecord:
+def _gemv_record(phase: GemvPhase) -> PhaseRecord:
     weight, norm = phase.weight, phase.norm
     record = PhaseRecord(
         bias=_address(phase.bias),
@@ -239,7 +239,7 @@ def _product_record(phase: ProductPhase) -> PhaseRecord:
         activation=-1 if phase.activation is None else ACTIVATIONS[phase.activation], inputs=_inputs_of(phase),
         outputs=_count_outputs(phase), parts=1 if phase.activation is None else 2,
     )  # fmt: skip
-    if isinstance(weight, PackedNibbles):
+    if isinstance(weight, PackedW4):
         record.kind, record.steps = NIBBLES, weight.data.shape[1]
         record.weight, record.scale = _address(weight.data), _address(weight.scales)
         record.offset, record.factor_stride = _address(weight.offsets), weight.scales.stride(0)
@@ -259,7 +259,7 @@ def _attention_record(phase: AttentionPhase) -> PhaseRecord:
         kind=ATTENTION, activation=-1,
         keys=_address(cache), values=_address(phase.value_cache),
         key_scales=_address(scales[0]), value_scales=_address(scales[1]),
-        angles=_address(phase.angles), turned=0 if phase.angles is None else phase.angles.shape[1],
+        angles=_address(phase.angles), rotated=0 if phase.angles is None else phase.angles.shape[1],
         sinks=_address(rule.sinks), query_norm=_address(norms.query if norms else None),
         key_norm=_address(norms.key if norms else None),
         norm_is_wide=int(norms is not None and norms.query.dtype == torch.float32), eps=norms.eps if norms else 0.0,

@@ -76,7 +76,7 @@ __device__ __forceinline__ void enter_part(Ring& r) {
 }
 
 // Move to the first gemv from r.source on in which this warp has anything to read.
-__device__ __forceinline__ void enter_product(Ring& r) {
+__device__ __forceinline__ void enter_gemv(Ring& r) {
     for (; r.source < r.num_sources; ++r.source) {
         const Source& s = r.sources[r.source];
         r.is_dense = s.is_dense;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void advance(Ring& r) {
         r.tile = next_of_team(r.tile, r.team_shift);
         if (r.tile * TILE >= r.outputs) {
             ++r.source;
-            enter_product(r);
+            enter_gemv(r);
             return;
         }
     }
@@ -187,7 +187,7 @@ __device__ __forceinline__ Ring start_ring(const u8* memory, const Run& run, con
     r.sources = sources;
     r.source = 0;
     r.num_sources = run.num_sources;
-    enter_product(r);
+    enter_gemv(r);
 #pragma unroll 1
     for (int slot = 0; slot < SLOTS; ++slot) fill_slot(r, policy);
     return r;

@@ -66,8 +66,8 @@ class ProgramWriter:
         self._add(RMS_NORM, x.buffer, out=out.buffer, groups=1, size=out.width, weight=weight, number=eps)
         return out
 
-    def layer_norm(self, x: Symbol, weight_bias: Tensor, eps: float) -> Symbol:
-        out = self._new(x.width)
+    def layer_norm(self, x: Symbol, weight_bias: Tensor, eps: float, *, in_place: bool = False) -> Symbol:
+        out = x if in_place else self._new(x.width)
         self._add(LAYER_NORM, x.buffer, out=out.buffer, size=x.width, weight=weight_bias, number=eps)
         return out
 

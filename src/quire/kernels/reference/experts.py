@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.clamp import Clamp
-from quire.kernels.reference.products import product
+from quire.kernels.reference.gemm import gemm
 
 SMALLEST_SUM = 1e-20  # added to the sum of the weights, since the sum of sigmoids may be 0
 
@@ -59,7 +59,7 @@ def mix_experts(
         total = torch.zeros_like(row, dtype=torch.float32)
         for number, factor in zip(numbers, factors, strict=True):
             first, second = (None, None) if biases is None else (biases[0][number], biases[1][number])
-            inner = product(row[None], gate_up[number], bias=first, activation=activation, clamp=clamp).to(x.dtype)
-            total += product(inner, down[number], bias=second).to(x.dtype).float()[0] * factor
+            inner = gemm(row[None], gate_up[number], bias=first, activation=activation, clamp=clamp).to(x.dtype)
+            total += gemm(inner, down[number], bias=second).to(x.dtype).float()[0] * factor
         lines.append(total)
     return torch.stack(lines)

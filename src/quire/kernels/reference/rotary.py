@@ -23,19 +23,19 @@ def rotate_and_store(
     tokens are returned unchanged and not stored."""
     kv_heads, block_size = caches[0].shape[1], caches[0].shape[2]
     query, key, value = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    turned_query, turned_key = query.clone(), key.clone()
+    rotated_query, rotated_key = query.clone(), key.clone()
     for token in range(len(qkv)):
         row, position = int(rows[token]), int(positions[token])
         if row < 0:
             continue
         cos, sin = table[position].float().chunk(2)
-        for kind, turned in enumerate((turned_query, turned_key)):
-            x = turned[token : token + 1]
+        for kind, rotated in enumerate((rotated_query, rotated_key)):
+            x = rotated[token : token + 1]
             if norms is not None:
                 x = rms_norm(x, norms[0] if kind == 0 else norms[1], norms[2])
-            turned[token] = rotate(x.float(), cos[None], sin[None])[0].to(qkv.dtype)
+            rotated[token] = rotate(x.float(), cos[None], sin[None])[0].to(qkv.dtype)
         block, slot = int(blocks[row, position // block_size]), position % block_size
-        for cache, numbers, scale in zip(caches, (turned_key[token], value[token]), scales, strict=True):
+        for cache, numbers, scale in zip(caches, (rotated_key[token], value[token]), scales, strict=True):
             held = to_float8(numbers.float() / scale) if cache.dtype == torch.float8_e4m3fn else numbers
             cache[block, :, slot] = held.to(cache.dtype)
-    return turned_query, turned_key
+    return rotated_query, rotated_key

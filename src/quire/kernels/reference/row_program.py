@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight, Weight
+from quire.kernels.cuda.row_phases import AttentionPhase, GemvPhase, Phase, ScaledRowsWeight, Weight
 from quire.kernels.reference.attention import paged_attention
 from quire.kernels.reference.cache_quantize import quantize_heads
 from quire.kernels.reference.elementwise import rms_norm, rotate
-from quire.kernels.reference.products import product
-from quire.kernels.triton.nibble_products import PackedNibbles, unpack_nibbles
+from quire.kernels.reference.gemm import gemm
+from quire.kernels.triton.gemm_w4 import PackedW4, unpack_w4
 
 
 class ReferenceRowProgram:
     """Runs the phases in order, on any device and in any dtype. Synchronizes with the device.
 
-    A product phase computes in float32 from the norm through bias, activation, gate and residual addition, and rounds
+    A gemv phase computes in float32 from the norm through bias, activation, gate and residual addition, and rounds
     once, to the dtype of its target. In an attention phase, heads are rounded to the dtype of the source after the head
     norm, after multiplying by its weight, and after the rotation; keys and values are stored in the cache so rounded.
     Scores and the weighted sum of values are float32. A token whose position is past the end of its block table row is
@@ -36,16 +36,16 @@ class ReferenceRowProgram:
         if row < 0:
             return
         for phase in self.phases:
-            if isinstance(phase, ProductPhase):
+            if isinstance(phase, GemvPhase):
                 _multiply(phase, stream[0])
             else:
                 _attend(phase, position, tables[phase.table][row].long())
 
 
-def _multiply(phase: ProductPhase, stream: Tensor) -> None:
+def _multiply(phase: GemvPhase, stream: Tensor) -> None:
     source = stream if phase.source is None else phase.source
     target = stream if phase.target is None else phase.target
-    result = product(
+    result = gemm(
         source[None], numbers_of(phase.weight), bias=phase.bias, residual=target[None] if phase.adds else None,
         activation=phase.activation, norm=phase.norm,
     )  # fmt: skip
@@ -54,8 +54,8 @@ def _multiply(phase: ProductPhase, stream: Tensor) -> None:
 
 def numbers_of(weight: Weight) -> Tensor:
     """Return a weight [outputs, inputs] dequantized to float32."""
-    if isinstance(weight, PackedNibbles):
-        return unpack_nibbles(weight)
+    if isinstance(weight, PackedW4):
+        return unpack_w4(weight)
     if isinstance(weight, ScaledRowsWeight):
         return weight.numbers.float() * weight.scale[:, None]
     return weight.float()

@@ -39,7 +39,7 @@ class ExpandedKeys:
     dims: Dims
     keys: Tensor  # [heads, slots, padded size]: the elements that are not rotated
     values: Tensor  # [heads, slots, padded size]
-    turned: Tensor  # [slots, padded size]: the rotated elements of keys, which all heads share
+    rotated: Tensor  # [slots, padded size]: the rotated elements of keys, which all heads share
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _page_lines(num_pages: int) -> int:
 
 
 def expand_latents(
-    latents: Tensor,  # [blocks, 1, block, rank + turned]
+    latents: Tensor,  # [blocks, 1, block, rank + rotated]
     tables: Tensor,  # [table rows, max blocks], int32
     plan: ExpandedPlan,
     to_latents: Tensor,  # [all heads, rank, nope]: transposed, it expands a latent to keys
@@ -127,21 +127,21 @@ def expand_latents(
     (heads, num_slots, keys), values, (nope, rest, value) = out.keys.shape, out.values.shape[2], out.dims
     all_heads, rank, width = len(to_latents), to_latents.shape[1], latents.shape[3]
     check(latents.is_contiguous() and latents.shape[1] == 1, "latents are contiguous, of one head")
-    check(all(each.is_contiguous() for each in (out.keys, out.values, out.turned)), "scratch memory is contiguous")
+    check(all(each.is_contiguous() for each in (out.keys, out.values, out.rotated)), "scratch memory is contiguous")
     check(to_latents.is_contiguous() and to_values.is_contiguous(), "weights are contiguous")
     check(
-        out.keys.dtype == out.values.dtype == out.turned.dtype == to_latents.dtype, "weights and keys are of one dtype"
+        out.keys.dtype == out.values.dtype == out.rotated.dtype == to_latents.dtype, "weights and keys are of one dtype"
     )
     check(to_latents.shape[2] == nope and width == rank + rest, "keys have the size of the latents")
     check(to_values.shape == (all_heads, value, rank) and first + heads <= all_heads, "weights are those of all heads")
-    check((len(plan.pages) - 1) * page <= num_slots == len(out.turned) == out.values.shape[1], "all pages have room")
+    check((len(plan.pages) - 1) * page <= num_slots == len(out.rotated) == out.values.shape[1], "all pages have room")
     wide = to_latents.dtype == torch.float32
     block_k = min(32 if wide else 64, padded_dim(rank))
     slabs = max(triton.cdiv(keys, _SLAB), triton.cdiv(values, _SLAB))
     _expand[(min((len(plan.pages) - 1) * heads * slabs, num_processors(latents.device)),)](
-        latents, tables, plan.pages, to_latents[first:], to_values[first:], out.keys, out.values, out.turned,
+        latents, tables, plan.pages, to_latents[first:], to_values[first:], out.keys, out.values, out.rotated,
         tables.stride(0), num_slots, heads, first, SLABS=slabs, WIDTH=width, RANK=rank, NOPE=nope, VALUE=value,
-        KEY_PAD=keys, VALUE_PAD=values, REST_PAD=out.turned.shape[1],
+        KEY_PAD=keys, VALUE_PAD=values, REST_PAD=out.rotated.shape[1],
         KEY_SLAB=min(keys, _SLAB), VALUE_SLAB=min(values, _SLAB), BLOCK_SIZE=latents.shape[2], PAGE=page,
         BLOCK_K=block_k, EVEN=(nope, value, rank % block_k) == (slabs * _SLAB, slabs * _SLAB, 0),
         PRECISION="ieee" if wide else "tf32", DEPENDENT=dependent,
@@ -151,7 +151,7 @@ def expand_latents(
 
 @triton.jit(do_not_specialize=["heads", "first_head"])
 def _expand(
-    latents, tables, pages, to_latents, to_values, keys, values, turned, table_stride, num_slots, heads, first_head,
+    latents, tables, pages, to_latents, to_values, keys, values, rotated, table_stride, num_slots, heads, first_head,
     SLABS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, NOPE: tl.constexpr,
     VALUE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     KEY_SLAB: tl.constexpr, VALUE_SLAB: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr,
@@ -188,7 +188,7 @@ def _expand(
         tl.store(values + to * VALUE_PAD + of_value[None, :], value.to(dtype), mask=(of_value < VALUE_PAD)[None, :])
         if (first_head + head == 0) & (slab == 0):
             rest = load_columns(places + RANK, None, WIDTH - RANK, REST_PAD).to(dtype)
-            tl.store(turned + slot[:, None] * REST_PAD + tl.arange(0, REST_PAD)[None, :], rest)
+            tl.store(rotated + slot[:, None] * REST_PAD + tl.arange(0, REST_PAD)[None, :], rest)
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def _load(places, mask, EVEN: tl.constexpr):
 
 
 def expanded_prefill(
-    query: Tensor,  # [tokens, all heads, nope + turned]; tokens and heads at any stride
+    query: Tensor,  # [tokens, all heads, nope + rotated]; tokens and heads at any stride
     memory: ExpandedKeys,
     plan: ExpandedPlan,
     rule: AttentionRule,
@@ -225,9 +225,9 @@ def expanded_prefill(
     check(page % config.block_n == 0, "a page is whole tiles of keys")
     programs = num_processors(query.device) * (2 if config.warps < 8 else 1)
     _prefill[(min(plan.tiles.shape[0] * heads, programs),)](
-        query[:, first:], out[:, first * value :], memory.keys, memory.values, memory.turned, plan.pages, plan.tiles,
+        query[:, first:], out[:, first * value :], memory.keys, memory.values, memory.rotated, plan.pages, plan.tiles,
         query.stride(0), query.stride(1), out.stride(0), num_slots, heads, rule.factor, rule.value_scale,
-        NOPE=nope, REST=rest, VALUE=value, KEY_PAD=key_pad, REST_PAD=memory.turned.shape[1],
+        NOPE=nope, REST=rest, VALUE=value, KEY_PAD=key_pad, REST_PAD=memory.rotated.shape[1],
         VALUE_PAD=memory.values.shape[2], PAGE=page, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
         num_warps=config.warps, num_stages=config.stages, launch_pdl=dependent,
@@ -236,7 +236,7 @@ def expanded_prefill(
 
 @triton.jit(do_not_specialize=["heads"])
 def _prefill(
-    query, out, keys, values, turned, pages, tiles,
+    query, out, keys, values, rotated, pages, tiles,
     query_stride, head_stride, out_stride, num_slots, heads, factor, value_scale,
     NOPE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, KEY_PAD: tl.constexpr,
     REST_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -260,7 +260,7 @@ def _prefill(
             q = load_columns(at, real, NOPE, KEY_PAD)
             q_rest = load_columns(at + NOPE, real, REST, REST_PAD)
             inside = (head * num_slots + slot).to(tl.int64)
-            k, v, r = keys + inside * KEY_PAD, values + inside * VALUE_PAD, turned + slot.to(tl.int64) * REST_PAD
+            k, v, r = keys + inside * KEY_PAD, values + inside * VALUE_PAD, rotated + slot.to(tl.int64) * REST_PAD
             acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
             top = tl.full([BLOCK_M], EMPTY, tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
@@ -280,7 +280,7 @@ def _prefill(
 
 @triton.jit
 def _attend(
-    acc, top, total, query, query_rest, keys, turned, values, begin, end, position, factor,
+    acc, top, total, query, query_rest, keys, rotated, values, begin, end, position, factor,
     BLOCK_N: tl.constexpr, VALUE_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys begin .. end into the running output of queries at `position` [M], or of queries that see all
@@ -290,7 +290,7 @@ def _attend(
     for at in tl.range(begin, end, BLOCK_N):
         seen = at + tl.arange(0, BLOCK_N)
         k = tl.load(keys + seen[:, None] * KEY_PAD + tl.arange(0, KEY_PAD)[None, :])
-        r = tl.load(turned + seen[:, None] * REST_PAD + tl.arange(0, REST_PAD)[None, :])
+        r = tl.load(rotated + seen[:, None] * REST_PAD + tl.arange(0, REST_PAD)[None, :])
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
         scores = tl.dot(query_rest, tl.trans(r), scores, input_precision=PRECISION)
         if position is not None:

@@ -48,8 +48,8 @@ def latent_config(rows: int, dtype: torch.dtype, device: torch.device) -> SplitC
 
 
 def latent_decode(
-    query: Tensor,  # [rows, query heads, rank + turned]
-    latents: Tensor,  # [blocks, 1, block, rank + turned]
+    query: Tensor,  # [rows, query heads, rank + rotated]
+    latents: Tensor,  # [blocks, 1, block, rank + rotated]
     tables: Tensor,  # [table rows, max blocks], int32
     plan: SplitPlan,  # filled with this step's lengths; its kv heads are the groups of query heads
     rule: AttentionRule,
@@ -65,7 +65,7 @@ def latent_decode(
 
 
 def latent_prefix(
-    query: Tensor,  # [rows, query heads, rank + turned]
+    query: Tensor,  # [rows, query heads, rank + rotated]
     latents: Tensor,
     tables: Tensor,
     plan: SplitPlan,  # filled with the length of each unit's prefix and the row of its block table
@@ -142,7 +142,7 @@ def _split_latents(
         )  # fmt: skip
         if count == tiles:
             write_pair(
-                out, acc, top, total, unit, group, low, members, spans, prefix_out, prefix_log_sums, None,
+                out, acc, top, total, unit, group, low, high, members, spans, prefix_out, prefix_log_sums, None, None,
                 out_stride, value_scale, GROUP, GROUPS, RANK,
             )  # fmt: skip
         else:
@@ -151,8 +151,8 @@ def _split_latents(
             leave_part(acc, top, total, parts, extremes, slot, ROWS, RANK)
             tl.debug_barrier()  # all threads must have stored the part before its arrival is announced
             arrive(
-                out, unit, group, low, origin, tiles, line, active, arrivals, parts, extremes,
-                members, spans, prefix_out, prefix_log_sums, None, out_stride, value_scale,
+                out, unit, group, low, high, origin, tiles, line, active, arrivals, parts, extremes,
+                members, spans, prefix_out, prefix_log_sums, None, None, out_stride, value_scale,
                 GROUP, GROUPS, ROWS, ROWS_PAD, RANK, RANK_PAD, 1, MERGE_STAGES,
             )  # fmt: skip
         place += count

@@ -32,8 +32,8 @@ def latent_prefill_config(itemsize: int, device: torch.device) -> PrefillConfig:
 
 
 def latent_prefill(
-    query: Tensor,  # [tokens, query heads, rank + turned]
-    latents: Tensor,  # [blocks, 1, block, rank + turned]
+    query: Tensor,  # [tokens, query heads, rank + rotated]
+    latents: Tensor,  # [blocks, 1, block, rank + rotated]
     tables: Tensor,  # [table rows, max blocks], int32
     plan: PrefillPlan,
     rule: AttentionRule,

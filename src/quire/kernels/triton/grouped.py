@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels.clamp import Clamp
 from quire.kernels.triton.activation import ACTIVATIONS, activate, clamped
+from quire.kernels.triton.gemm_skinny import sum_tiles
 from quire.kernels.triton.launch import (
     FLOAT8,
     await_inputs,
@@ -26,7 +27,6 @@ from quire.kernels.triton.launch import (
     shared_memory,
     warps_for,
 )
-from quire.kernels.triton.products import sum_tiles
 
 _FEWEST_AT_ONCE, _MOST_AT_ONCE = 128, 4096  # pairs that a program handles at a time: at least one per thread
 _FEWEST_BINS = 32
@@ -328,7 +328,7 @@ def route(
     return routing
 
 
-def grouped_product(
+def grouped_gemm(
     x: Tensor,  # [tokens, inputs], or [pairs, inputs] with num_used = 1
     stack: Stack,
     routing: Routing,

@@ -31,23 +31,23 @@ def _angles(table, half, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turn(first, second, cos, sin):
+def _rotate(first, second, cos, sin):
     """Rotate the two halves of elements; returns them in their dtype."""
     wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
     return (wide_1 * cos - wide_2 * sin).to(first.dtype), (wide_2 * cos + wide_1 * sin).to(first.dtype)
 
 
 @triton.jit
-def _turn_queries(at, table, head, num_heads, stride, half, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _rotate_queries(at, table, head, num_heads, stride, half, HEADS: tl.constexpr, HALF: tl.constexpr):
     """Rotate HEADS heads from `head` on in place; `at` points at the token's first head."""
     number, place = head + tl.arange(0, HEADS), tl.arange(0, HALF)
     inside = (number < num_heads)[:, None] & (place < half)[None, :]
     places = at + number[:, None] * stride + place[None, :]
     cos, sin = _angles(table, half, HALF)
     first, second = tl.load(places, mask=inside, other=0.0), tl.load(places + half, mask=inside, other=0.0)
-    turned_1, turned_2 = _turn(first, second, cos[None, :], sin[None, :])
-    tl.store(places, turned_1, mask=inside)
-    tl.store(places + half, turned_2, mask=inside)
+    rotated_1, rotated_2 = _rotate(first, second, cos[None, :], sin[None, :])
+    tl.store(places, rotated_1, mask=inside)
+    tl.store(places + half, rotated_2, mask=inside)
 
 
 @triton.jit
@@ -66,10 +66,10 @@ def _store_latent(
     cos, sin = _angles(table, half, HALF)
     first = tl.load(at + rank + place, mask=place < half, other=0.0)
     second = tl.load(at + rank + half + place, mask=place < half, other=0.0)
-    turned_1, turned_2 = _turn(first, second, cos, sin)
+    rotated_1, rotated_2 = _rotate(first, second, cos, sin)
     inside = (place < half) & kept
-    tl.store(to + rank + place, _to_cache(turned_1, FLOAT8_CACHE).to(dtype), mask=inside)
-    tl.store(to + rank + half + place, _to_cache(turned_2, FLOAT8_CACHE).to(dtype), mask=inside)
+    tl.store(to + rank + place, _to_cache(rotated_1, FLOAT8_CACHE).to(dtype), mask=inside)
+    tl.store(to + rank + half + place, _to_cache(rotated_2, FLOAT8_CACHE).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def _store_kernel(
         table = table_ptr + position * 2 * half
         if part > 0:
             head = (part - 1) * HEADS
-            _turn_queries(query_ptr + token * query_stride, table, head, num_heads, head_stride, half, HEADS, HALF)
+            _rotate_queries(query_ptr + token * query_stride, table, head, num_heads, head_stride, half, HEADS, HALF)
         else:
             kept = position // BLOCK_SIZE < max_blocks
             where = blocks_ptr + row * blocks_stride + position // BLOCK_SIZE
@@ -100,27 +100,27 @@ def _store_kernel(
 
 
 def store_latents(
-    latents: Tensor,  # [tokens, rank + turned]
-    query: Tensor,  # [tokens, heads, turned]: the positional part of each query, rotated in place
+    latents: Tensor,  # [tokens, rank + rotated]
+    query: Tensor,  # [tokens, heads, rotated]: the positional part of each query, rotated in place
     norm: Norm,  # over the first `rank` elements
-    table: Tensor,  # [positions, turned]: cos of turned / 2 frequencies, then sin, half-split layout; any float
+    table: Tensor,  # [positions, rotated]: cos of rotated / 2 frequencies, then sin, half-split layout; any float
     positions: Tensor,  # [tokens] int: position of each token in its sequence
     rows: Tensor,  # [tokens] int: row of `blocks` of each token; negative: padding, nothing is written
     blocks: Tensor,  # [rows, max blocks] int32
-    memory: Tensor,  # [blocks, 1, block, rank + turned]
+    memory: Tensor,  # [blocks, 1, block, rank + rotated]
     dependent: bool = False,
 ) -> None:
     """Norm latents, apply rotary positions to their last elements and to queries, and write latents to the paged cache.
 
     The query of a token whose position is past the end of its row of `blocks` is rotated, but the latent is not stored.
     """
-    (tokens, heads, turned), width = query.shape, memory.shape[3]
-    rank, block_size = width - turned, memory.shape[2]
+    (tokens, heads, rotated), width = query.shape, memory.shape[3]
+    rank, block_size = width - rotated, memory.shape[2]
     check_rows(latents, "latents")
     check_rows(blocks, "blocks")
     check(latents.shape == (tokens, width) and query.stride(2) == 1, "latents and queries do not fit the cache")
     check(norm.weight.shape == (rank,) and norm.weight.is_contiguous(), "the norm's weight is [rank], contiguous")
-    check(table.is_contiguous() and table.shape[1] == turned and turned % 2 == 0, "table is [positions, rotated]")
+    check(table.is_contiguous() and table.shape[1] == rotated and rotated % 2 == 0, "table is [positions, rotated]")
     check(memory.is_contiguous() and memory.shape[1] == 1, "the cache must be contiguous, and of one head")
     check(positions.is_contiguous() and rows.is_contiguous(), "positions and rows must be contiguous")
     if tokens == 0:
@@ -129,8 +129,8 @@ def store_latents(
     _store_kernel[(tokens, 1 + triton.cdiv(heads, at_once))](
         latents, query, norm.weight, table, positions, rows, blocks, memory, norm.eps,
         latents.stride(0), query.stride(0), query.stride(1), blocks.stride(0), blocks.shape[1],
-        heads, rank, turned // 2,
-        BLOCK_SIZE=block_size, RANK=power_of_two(rank), HALF=power_of_two(turned // 2), HEADS=at_once,
+        heads, rank, rotated // 2,
+        BLOCK_SIZE=block_size, RANK=power_of_two(rank), HALF=power_of_two(rotated // 2), HEADS=at_once,
         FLOAT8_CACHE=memory.dtype == FLOAT8, DEPENDENT=dependent, num_warps=2, num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
 

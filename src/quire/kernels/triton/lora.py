@@ -1,4 +1,4 @@
-"""LoRA for many adapters in one batch (shrink and expand kernels), in two launches. For few rows: `lora_few`.
+"""LoRA for many adapters in one batch (shrink and expand kernels), in two launches. For few rows: `lora_gemv`.
 
 Rows are sorted by the slot of their adapter and cut into tiles of one slot each. The shrink kernel multiplies a tile's
 rows by the slot's A; the expand kernel multiplies the result by its B and adds it to the output. Both read a matrix
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton import lora_few
+from quire.kernels.triton import lora_gemv
 from quire.kernels.triton.launch import await_inputs, check, check_rows, power_of_two
-from quire.kernels.triton.lora_few import add_few_tiles
+from quire.kernels.triton.lora_gemv import add_gemv_tiles
 
 RANK_STEP = 16  # ranks are multiples of this
 # Tiles of at most _ROWS_IN_TURN rows are multiplied row by row, unless the step has more than _FEW_IN_STEP rows, and at
@@ -46,9 +46,9 @@ class OutputBlocks(NamedTuple):
         cls, parts: Sequence[Sequence[tuple[int, int]]], device: torch.device, wide: int | None = None
     ) -> OutputBlocks:
         """Cut the outputs of each part into blocks. parts: for each part its ranges of outputs [begin, end). `wide`:
-        outputs per block of the table `wide`, by default those of `lora_few.CONFIG`."""
+        outputs per block of the table `wide`, by default those of `lora_gemv.CONFIG`."""
         tables = []
-        for size in (OUTPUT_BLOCK, wide or lora_few.CONFIG.outputs):
+        for size in (OUTPUT_BLOCK, wide or lora_gemv.CONFIG.outputs):
             blocks = [
                 (part, start, min(start + size, end))
                 for part, runs in enumerate(parts)
@@ -144,9 +144,9 @@ def _expand_kernel(
         tl.store(at, (product + acc).to(out_ptr.dtype.element_ty), mask=is_row & is_output)
 
 
-def takes_many(most: int, rows: int, slots: int) -> bool:
-    """Whether the rows of a tile are multiplied together, by `add_many_tiles`, for a step of `rows` rows in tiles of at
-    most `most`. Otherwise the kernels of `lora_few` multiply them one after the other and read A and B for each."""
+def takes_gemm(most: int, rows: int, slots: int) -> bool:
+    """Whether the rows of a tile are multiplied together, by `add_gemm_tiles`, for a step of `rows` rows in tiles of at
+    most `most`. Otherwise the kernels of `lora_gemv` multiply them one after the other and read A and B for each."""
     return most > _ROWS_IN_TURN or (rows > _FEW_IN_STEP and rows >= _SHARED_ROWS * slots)
 
 
@@ -166,16 +166,16 @@ def add_tiles(
 ) -> None:
     """Add (x A^T) B^T to `out`, with the A and B of each row's slot. Rows in no tile are unchanged. `is_seldom`: few
     slots change this layer, so B is loaded only after the slot's rank is known."""
-    if not takes_many(most, len(x), len(b)):
-        add_few_tiles(
+    if not takes_gemm(most, len(x), len(b)):
+        add_gemv_tiles(
             out, x, a, b, ranks, order, tiles, blocks.wide, are_aligned=blocks.are_aligned, dependent=dependent,
             is_seldom=is_seldom,
         )  # fmt: skip
     else:
-        add_many_tiles(out, x, a, b, ranks, order, tiles, most, blocks, dependent=dependent)
+        add_gemm_tiles(out, x, a, b, ranks, order, tiles, most, blocks, dependent=dependent)
 
 
-def add_many_tiles(
+def add_gemm_tiles(
     out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, order: Tensor, tiles: Tensor, most: int,
     blocks: OutputBlocks, *, dependent: bool = False,
 ) -> None:  # fmt: skip

@@ -120,11 +120,11 @@ def _normed(
 
 
 @triton.jit
-def _columns(place, turned, half, PARTIAL: tl.constexpr):
-    """Return the two elements of a head that form pair `place`: first `turned` pairs that rotate, then the others."""
+def _columns(place, rotated, half, PARTIAL: tl.constexpr):
+    """Return the two elements of a head that form pair `place`: first `rotated` pairs that rotate, then the others."""
     if PARTIAL:
-        column = tl.where(place < turned, place, place + turned)
-        partner = column + tl.where(place < turned, turned, half - turned)
+        column = tl.where(place < rotated, place, place + rotated)
+        partner = column + tl.where(place < rotated, rotated, half - rotated)
     else:
         column = place
         partner = place + half
@@ -141,10 +141,10 @@ def _changed(at, change_ptr, place, inside):
 
 
 @triton.jit
-def _rotated(first, second, angle, place, turned):
-    """Rotate pairs [H, HALF] by the `turned` angles at this pointer: cos, then sin; other pairs stay."""
-    cos = tl.load(angle, mask=place < turned, other=1.0).to(tl.float32)[None, :]
-    sin = tl.load(angle + turned, mask=place < turned, other=0.0).to(tl.float32)[None, :]
+def _rotated(first, second, angle, place, rotated):
+    """Rotate pairs [H, HALF] by the `rotated` angles at this pointer: cos, then sin; other pairs stay."""
+    cos = tl.load(angle, mask=place < rotated, other=1.0).to(tl.float32)[None, :]
+    sin = tl.load(angle + rotated, mask=place < rotated, other=0.0).to(tl.float32)[None, :]
     wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
     return (wide_1 * cos - wide_2 * sin).to(first.dtype), (wide_2 * cos + wide_1 * sin).to(first.dtype)
 
@@ -154,7 +154,7 @@ def _rotated(first, second, angle, place, turned):
 def _rotary_kernel(
     qkv_ptr, change_ptr, query_ptr, table_ptr, angle_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, value_ptr,
     key_scales, value_scales, query_norm_ptr, key_norm_ptr, eps, key_scale, value_scale, qkv_stride, change_stride,
-    query_stride, blocks_stride, max_blocks, half, turned, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    query_stride, blocks_stride, max_blocks, half, rotated, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr,
     NORM_IS_LAST: tl.constexpr, PARTIAL: tl.constexpr, FLOAT8_CACHE: tl.constexpr, LATER: tl.constexpr,
@@ -167,7 +167,7 @@ def _rotary_kernel(
     if row >= 0:
         dim = 2 * half
         inside = (head < QUERIES + 2 * KEYS)[:, None] & (place < half)[None, :]
-        columns, partners = _columns(place, turned, half, PARTIAL)
+        columns, partners = _columns(place, rotated, half, PARTIAL)
         column, partner = columns[None, :], partners[None, :]
         at = qkv_ptr + token * qkv_stride + head[:, None] * dim
         of_change = token * change_stride + head[:, None] * dim
@@ -181,17 +181,17 @@ def _rotary_kernel(
             )  # fmt: skip
             if NORMS_VALUES:
                 raw_first, raw_second = first, second
-        angle = table_ptr + tl.load(angle_ptr + token).to(tl.int64) * 2 * turned + place
-        turned_1, turned_2 = _rotated(first, second, angle, place, turned)
+        angle = table_ptr + tl.load(angle_ptr + token).to(tl.int64) * 2 * rotated + place
+        rotated_1, rotated_2 = _rotated(first, second, angle, place, rotated)
         if NORM_IS_LAST:
-            turned_1, turned_2 = _normed(
-                turned_1, turned_2, head, query_norm_ptr, key_norm_ptr, eps, half, columns, partners, place < half,
+            rotated_1, rotated_2 = _normed(
+                rotated_1, rotated_2, head, query_norm_ptr, key_norm_ptr, eps, half, columns, partners, place < half,
                 QUERIES, KEYS,
             )  # fmt: skip
 
         is_query, to = inside & (head < QUERIES)[:, None], query_ptr + token * query_stride + head[:, None] * dim
-        tl.store(to + column, turned_1, mask=is_query)
-        tl.store(to + partner, turned_2, mask=is_query)
+        tl.store(to + column, rotated_1, mask=is_query)
+        tl.store(to + partner, rotated_2, mask=is_query)
 
         position = tl.load(position_ptr + token).to(tl.int64)
         has_block = position // BLOCK_SIZE < max_blocks
@@ -199,8 +199,8 @@ def _rotary_kernel(
         of_keys = (head >= QUERIES) & (head < QUERIES + KEYS) & has_block
         of_values = (head >= QUERIES + KEYS) & (head < QUERIES + 2 * KEYS) & has_block
         own = head - QUERIES - tl.where(of_values, KEYS, 0)  # index among the key or value heads
-        kept_1 = tl.where(of_keys[:, None], turned_1, raw_first)
-        kept_2 = tl.where(of_keys[:, None], turned_2, raw_second)
+        kept_1 = tl.where(of_keys[:, None], rotated_1, raw_first)
+        kept_2 = tl.where(of_keys[:, None], rotated_2, raw_second)
         if LATER:  # they are quantized by store_int4
             tl.store(at + column, kept_1, mask=inside & (of_keys | of_values)[:, None])
             tl.store(at + partner, kept_2, mask=inside & (of_keys | of_values)[:, None])
@@ -215,7 +215,8 @@ def _rotary_kernel(
 
 def rotate_and_store(
     qkv: Tensor,  # [tokens, (query + 2 * kv heads) * dim]: query, key and value heads of each token
-    table: Tensor | None,  # [positions, turned]: cos of turned / 2 frequencies, then sin, half-split layout; any float
+    table: Tensor
+    | None,  # [positions, rotated]: cos of rotated / 2 frequencies, then sin, half-split layout; any float
     positions: Tensor,  # [tokens] int: position of each token in its sequence
     rows: Tensor,  # [tokens] int: row of `blocks` of each token; negative: padding, nothing is written
     blocks: Tensor,  # [rows, max blocks] int32
@@ -247,9 +248,9 @@ def rotate_and_store(
     check_rows(blocks, "blocks")
     check(change is None or (change.shape == qkv.shape and change.stride(1) == 1), "change is like qkv")
     check(width % dim == 0 and query_heads > 0 and dim % 2 == 0, "qkv does not fit the cache")
-    turned = 0 if table is None else table.shape[1]
+    rotated = 0 if table is None else table.shape[1]
     check(table is None or table.is_contiguous(), "table is contiguous")
-    check(turned <= dim and turned % 2 == 0, "the table has an even number of angles, at most those of a head")
+    check(rotated <= dim and rotated % 2 == 0, "the table has an even number of angles, at most those of a head")
     check(norms is None or not (norms.is_last and norms.of_values), "norms of values come first")
     check_cache(memory.key, memory.value, memory.scales)
     check(positions.is_contiguous() and rows.is_contiguous(), "positions and rows must be contiguous")
@@ -262,11 +263,11 @@ def rotate_and_store(
         blocks, memory.key, memory.value, *(memory.scales or (None, None)),
         norms and norms.query, norms and norms.key, norms.eps if norms else 0.0, memory.key_scale, memory.value_scale,
         qkv.stride(0), 0 if change is None else change.stride(0), query.stride(0), blocks.stride(0),
-        blocks.shape[1], dim // 2, turned // 2,
+        blocks.shape[1], dim // 2, rotated // 2,
         QUERIES=query_heads, KEYS=kv_heads, BLOCK_SIZE=block_size, STRIDE=memory.key.stride(0),
         HEAD_STRIDE=head_stride(memory.key), HALF=half, HEADS=heads_at_once,
         HAS_NORM=norms is not None, NORMS_VALUES=norms is not None and norms.of_values,
-        NORM_IS_LAST=norms is not None and norms.is_last, PARTIAL=turned < dim,
+        NORM_IS_LAST=norms is not None and norms.is_last, PARTIAL=rotated < dim,
         FLOAT8_CACHE=memory.key.dtype == FLOAT8, LATER=is_int4 and stores, DEPENDENT=dependent,
         num_warps=max(1, heads_at_once * half // 256), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip

@@ -64,7 +64,8 @@ def fused_sizes(config: ModelConfig, family: Family, *, inputs_first: bool) -> d
     if experts is None:
         return {}
     first, outputs = (GATE_UP, 2 * experts.size) if experts.is_gated else (UP, experts.size)
-    sizes = {first: (config.hidden_size, outputs), DOWN: (experts.size, config.hidden_size)}
+    width = experts.width(config.hidden_size)
+    sizes = {first: (width, outputs), DOWN: (experts.size, width)}
     found = {}
     for name, (inputs, outputs) in sizes.items():
         stored = (family.stacked or STACKED)[name]

@@ -80,7 +80,7 @@ class AdapterReader:
         self._expert_paths = _expert_paths(self._layers)
         self._experts_elsewhere = _expert_paths(self._elsewhere) - self._expert_paths  # no expert on this rank
         width = -(-self._width() * config.num_layers // len(config.layers))  # extrapolated to all stages
-        width += config.hidden_size + config.vocab_size  # the head may be on another stage
+        width += config.embedding_size + config.vocab_size  # the head may be on another stage
         if config.experts is not None and slots.config.experts:
             width += config.num_layers * config.experts.num * 3 * (config.hidden_size + config.experts.size)
         self._max_bytes = _HEADER_BYTES + slots.config.max_rank * width * max(
@@ -175,7 +175,7 @@ class AdapterReader:
         paths = [path for names in self._names if (path := names.of(f"{module}.{parameter}")) is not None]
         for path in paths:
             is_elsewhere = path.rpartition(".")[0] in self._experts_elsewhere and self._slots.config.experts
-            if parameter is not None and (path in self._slots.products or is_elsewhere):
+            if parameter is not None and (path in self._slots.gemms or is_elsewhere):
                 pattern, fused = f"{module}.{parameter}", sizes[parameter]
                 name = f"{path} by inputs" if fused.inputs_first else path
                 return _Known(pattern, name, sides, config.rank_of(pattern), config.scale_of(pattern), fused, path)
@@ -196,9 +196,9 @@ class AdapterReader:
         """Return the matrices that a module changes; empty if they are on other ranks."""
         if known.fused is None:
             return self._slots.targets.get(known.name, ())
-        if known.path not in self._slots.products:
+        if known.path not in self._slots.gemms:
             return ()
-        layer, experts = self._slots.products[known.path]
+        layer, experts = self._slots.gemms[known.path]
         parts = range(len(self._slots.layers[layer].parts))
         return [Target(layer, part, expert) for expert in range(len(experts)) for part in parts]
 
@@ -233,7 +233,7 @@ class AdapterReader:
 
     def _fused_pairs(self, file: SafetensorsFile, known: _Known, fused: FusedSizes, layer: int) -> list[Pair]:
         a, b = fused.matrices(*(_values(file, side).float() for side in known.sides))
-        _, experts = self._slots.products[known.path]
+        _, experts = self._slots.gemms[known.path]
         own, parts = slice(experts.start, experts.stop), self._slots.layers[layer].parts
         a, b = a[own], b[own].mul(torch.tensor(known.scale, dtype=torch.float32))
         return [

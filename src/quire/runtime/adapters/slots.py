@@ -24,7 +24,7 @@ from quire.runtime.layers.adapted import (
     StackedAdapters,
     slot_tensors,
 )
-from quire.runtime.layers.expert_adapters import ExpertProduct, make_expert_adapters
+from quire.runtime.layers.expert_adapters import ExpertGemm, make_expert_adapters
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import TiedHead
 from quire.runtime.layers.split import as_split
@@ -76,11 +76,11 @@ class AdapterSlots:
         layers, experts = model.adapted_layers(), model.adapted_experts()
         experts = experts if config.experts else {}
         self.targets: dict[str, tuple[Target, ...]] = {}  # by the matrix's checkpoint name, without `.weight`
-        self.products: dict[str, tuple[int, range]] = {}  # expert gemms by path: (layer, this rank's experts)
+        self.gemms: dict[str, tuple[int, range]] = {}  # expert gemms by path: (layer, this rank's experts)
         self.num_experts: dict[int, int] = {}  # by layer: number of this rank's experts
         active, limits = ActiveAdapters(), (config.slots, padded_rank(config.max_rank))
         parts = [parts_of(path, layer) for path, layer in layers.items()]
-        parts += [parts_of(path, product.first) for path, product in experts.items()]
+        parts += [parts_of(path, gemm.first) for path, gemm in experts.items()]
         ends = np.cumsum([len(each) for each in parts]).tolist()
         self._host_ranks = np.zeros((config.slots, ends[-1] if ends else 0), dtype=np.int32)
         self._ranks = torch.zeros(self._host_ranks.shape, dtype=torch.int32, device=placement.device)
@@ -97,11 +97,11 @@ class AdapterSlots:
                 made = StackedAdapters(each, memory, active, ranks[number], dependent_rows, side, is_seldom=is_head)
                 self._attach(model, layer, made)
             self.targets |= _targets(path, layer, each, number)
-        for number, (path, product) in enumerate(experts.items(), len(layers)):
+        for number, (path, gemm) in enumerate(experts.items(), len(layers)):
             each = parts[number]
-            self.layers.append(make_expert_adapters(product, each, limits, placement, active, kernels, ranks[number]))
-            self.targets |= _expert_targets(path, product, each, number)
-            self.products[path], self.num_experts[number] = (number, product.experts), len(product.experts)
+            self.layers.append(make_expert_adapters(gemm, each, limits, placement, active, kernels, ranks[number]))
+            self.targets |= _expert_targets(path, gemm, each, number)
+            self.gemms[path], self.num_experts[number] = (number, gemm.experts), len(gemm.experts)
         model.blocks.adapters = active
 
     def _attach(self, model: BaseModel, layer: Linear | TiedHead, made: LinearAdapters) -> None:
@@ -177,11 +177,11 @@ def _targets(
 
 
 def _expert_targets(
-    path: str, product: ExpertProduct, parts: Sequence[AdaptedPart], number: int
+    path: str, gemm: ExpertGemm, parts: Sequence[AdaptedPart], number: int
 ) -> dict[str, tuple[Target, ...]]:
     parent = path[: path.rfind(".")]
     return {
-        f"{parent}.{expert}.{part.name}": (Target(number, place, expert - product.experts.start),)
-        for expert in product.experts
+        f"{parent}.{expert}.{part.name}": (Target(number, place, expert - gemm.experts.start),)
+        for expert in gemm.experts
         for place, part in enumerate(parts)
     }

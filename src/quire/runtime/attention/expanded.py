@@ -119,7 +119,7 @@ class ExpandedScratch:
         weights: tuple[TritonHeads, TritonHeads], out: Tensor, *, dependent: bool,
     ) -> None:  # fmt: skip
         """Expand what the step's chunks see in a layer, and attend. query: [tokens, heads, nope + rope]; weights:
-        `LatentProducts.to_latents` and `to_values`; out: [tokens, heads * value]. Other tokens of `out` are not
+        `LatentExpansion.to_latents` and `to_values`; out: [tokens, heads * value]. Other tokens of `out` are not
         written."""
         to_latents, to_values = (each.weight for each in weights)
         for first in range(0, self._num_heads, self._heads_in(step.passes)):
@@ -138,4 +138,4 @@ class ExpandedScratch:
         keys, values = (
             each.flatten(0, 1)[: heads * slots].view(heads, slots, -1) for each in (whole.keys, whole.values)
         )
-        return ExpandedKeys(self._dims, keys, values, whole.turned[:slots])
+        return ExpandedKeys(self._dims, keys, values, whole.rotated[:slots])

@@ -109,8 +109,8 @@ class GatherPlan:
 
 
 class GatherAttention:
-    """Implements BatchBackend for any torch device. On CPUs without half-precision products, use float32 for `compute`
-    to keep attention fast."""
+    """Implements BatchBackend for any torch device. On CPUs without fast half-precision gemms, use float32 for
+    `compute` to keep attention fast."""
 
     kernels: Kernels = "torch"
 

@@ -27,7 +27,7 @@ from quire.runtime.layers.head_linear import TritonHeads, heads_of
 from quire.runtime.transfer import Uploader
 
 if TYPE_CHECKING:
-    from quire.runtime.layers.latent import LatentProducts
+    from quire.runtime.layers.latent import LatentExpansion
 
 
 class LatentTritonAttention(TritonAttention):
@@ -84,13 +84,13 @@ class LatentTritonAttention(TritonAttention):
         return replace(step, expanded=self._expanded.plan(tiles, scratch, lengths))
 
     def attend_expanded(
-        self, query: Tensor, cache: LayerCache, plan: TritonPlan, rule: AttentionRule, products: LatentProducts
+        self, query: Tensor, cache: LayerCache, plan: TritonPlan, rule: AttentionRule, expansion: LatentExpansion
     ) -> Tensor:
         """Attend for a step whose plan is expanded: chunks in the expanded form, decodes in the absorbed one.
 
         query: [tokens, at least heads * (nope + rope)], with rotated positions. Returns [tokens, heads * value].
         """
-        to_latents, to_values = products.to_latents, products.to_values
+        to_latents, to_values = expansion.to_latents, expansion.to_values
         assert isinstance(to_latents, TritonHeads)
         assert isinstance(to_values, TritonHeads)
         assert plan.expanded is not None

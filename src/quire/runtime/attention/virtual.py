@@ -73,7 +73,7 @@ class _Tile:
 class VirtualAttention:
     """Implements AttentionBackend on any torch device, sequence by sequence.
 
-    On CPUs without half-precision products, use float32 for `compute` to keep attention fast.
+    On CPUs without fast half-precision gemms, use float32 for `compute` to keep attention fast.
     """
 
     kernels: Kernels = "torch"
@@ -149,7 +149,12 @@ class VirtualAttention:
 
 def refuse_rule(rule: AttentionRule) -> None:
     """Raise ConfigError for rules that torch's kernels do not support."""
-    named = {"sliding windows": rule.window, "capped scores": rule.softcap, "attention sinks": rule.sinks}
+    named = {
+        "sliding windows": rule.window,
+        "capped scores": rule.softcap,
+        "attention sinks": rule.sinks,
+        "ALiBi": rule.slopes,
+    }
     found = [name for name, value in named.items() if value is not None]
     if found:
         raise ConfigError("kv_layout", f'"virtual" cannot run this model: it has {found[0]}', 'use "paged"')

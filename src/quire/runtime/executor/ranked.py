@@ -169,7 +169,7 @@ class RankedExecutor:
         return self._transfers.take()
 
     def _drop_orphans(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with orders to delete orphans: files of which not all ranks have their part. Keys that the
+        """Return the plan, which now also deletes orphans: files of which not all ranks have their part. Keys that the
         plan stores now are skipped."""
         orphans, self._transfers.orphans = self._transfers.orphans, []
         stored = {move.key for move in plan.transfers.stores}

@@ -265,7 +265,7 @@ def _make_worker(
     adapters = make_adapters(model, model_config, config, kernels)
     worker = Worker(model, builder.backend, sampler, model_config, config, adapters=adapters, ranks=builder.ranks)
     worker.drafter = make_drafter(worker, model, model_config, config, partial(load, draft_files))
-    worker.tiers = make_tiers(worker.cache, config.cache, triton=kernels == "triton")
+    worker.tiers = make_tiers(worker.cache, config.cache, builder.ranks.place, triton=kernels == "triton")
     return worker
 
 

@@ -120,9 +120,9 @@ class LinearAdapters(SlotMemory):
         change [rows, outputs] for the caller to add, or None if the change is already added."""
         return self.add(multiply(), x), None
 
-    def join(self, product: Tensor, change: Tensor) -> None:
-        """Add the change that `multiply` returned to `product`, in place."""
-        product.add_(change)
+    def join(self, result: Tensor, change: Tensor) -> None:
+        """Add the change that `multiply` returned to `result`, in place."""
+        result.add_(change)
 
 
 class NativeAdapters(LinearAdapters):
@@ -219,36 +219,36 @@ class StackedAdapters(LinearAdapters):
         tiles = self.active.rows.tiles
         if tiles is None:
             return super().multiply(multiply, x)
-        from quire.kernels.triton import lora, lora_few
+        from quire.kernels.triton import lora, lora_gemv
 
-        blocks, dependent, products = self._output_blocks(), self._is_dependent(x), []
+        blocks, dependent, results = self._output_blocks(), self._is_dependent(x), []
         is_whole = blocks.num_outputs == self.b.shape[1]  # otherwise some outputs of `change` stay undefined
-        if not is_whole or lora.takes_many(tiles.most, len(x), len(self.b)):
+        if not is_whole or lora.takes_gemm(tiles.most, len(x), len(self.b)):
             return super().multiply(multiply, x)
-        low = lora_few.empty_low(x, self.a, tiles.order)  # freed only after both branches joined
+        low = lora_gemv.empty_low(x, self.a, tiles.order)  # freed only after both branches joined
         change = torch.empty(len(x), blocks.num_outputs, dtype=x.dtype, device=x.device)
 
         def run_change() -> None:
-            lora_few.shrink(low, x, self.a, self.b, self.ranks, tiles.order, tiles.tiles, dependent=dependent)
-            lora_few.expand(
+            lora_gemv.shrink(low, x, self.a, self.b, self.ranks, tiles.order, tiles.tiles, dependent=dependent)
+            lora_gemv.expand(
                 change, low, self.b, self.ranks, tiles.order, tiles.tiles, blocks.wide,
                 are_aligned=blocks.are_aligned, slots=tiles.slots, dependent=dependent,
             )  # fmt: skip
 
-        def run_product() -> None:
-            products.append(multiply())
+        def run_gemm() -> None:
+            results.append(multiply())
 
         if self._side is None:
             run_change()
-            run_product()
+            run_gemm()
         else:
-            self._side.run_beside(run_change, run_product)
-        return products[0], change
+            self._side.run_beside(run_change, run_gemm)
+        return results[0], change
 
-    def join(self, product: Tensor, change: Tensor) -> None:
-        from quire.kernels.triton.lora_few import add_change
+    def join(self, result: Tensor, change: Tensor) -> None:
+        from quire.kernels.triton.lora_gemv import add_change
 
-        add_change(product, change, dependent=self._is_dependent(product))
+        add_change(result, change, dependent=self._is_dependent(result))
 
     def _is_dependent(self, x: Tensor) -> bool:
         return 0 < self._dependent_rows <= len(x)

@@ -5,33 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.engine import DeviceConfig
-from quire.config.model import Experts, Heads, ModelConfig, QueryScaling, Rope
+from quire.config.model import Alibi, Heads, ModelConfig, QueryScaling, Rope
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend, LatentBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
-from quire.runtime.layers.choice import choose_product
-from quire.runtime.layers.experts import (
-    ExpertScales,
-    ExpertSet,
-    MoEMLP,
-    NormedRouter,
-    Router,
-    ScoreBias,
-    SeparateExperts,
-    SideExperts,
-    clamp_of,
-)
+from quire.runtime.layers.expert_layers import ExpertLayers
+from quire.runtime.layers.gemm import multiplies_natively
+from quire.runtime.layers.gemm_choice import choose_gemm
 from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads, TritonHeads
-from quire.runtime.layers.latent import LatentAttention, LatentProducts
+from quire.runtime.layers.latent import LatentAttention, LatentExpansion
 from quire.runtime.layers.layer_norm import USUAL_LAYER_NORM, LayerNorm, LayerNormKind
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
@@ -46,15 +36,12 @@ from quire.runtime.layers.modules import (
     TiedHead,
 )
 from quire.runtime.layers.ops import choose_ops
-from quire.runtime.layers.product import multiplies_natively
-from quire.runtime.layers.quantizing import choose_quantizing_product
+from quire.runtime.layers.quantizing import choose_quantizing_gemm
 from quire.runtime.layers.recurrent import RecurrentLayers
 from quire.runtime.layers.rotary import Rotaries
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
-from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention, text_attention_of
 from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored, stored_for
-from quire.runtime.parallel.expert_sum import expert_sum
 from quire.runtime.parallel.ranks import ALONE, Ranks
 
 TORCH_DTYPES = {
@@ -68,7 +55,6 @@ TORCH_DTYPES = {
 Names = tuple[str, str, str]  # of matrices
 GATED = ("gate_proj", "up_proj", "down_proj")
 QKV = ("q_proj", "k_proj", "v_proj")
-SIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
 
 
 class LayerBuilder:
@@ -97,19 +83,19 @@ class LayerBuilder:
             local_heads,
         )  # fmt: skip
         triton = self.backend.kernels == "triton"
-        self._table_product = choose_product(  # never quantizes weights
+        self._table_gemm = choose_gemm(  # never quantizes weights
             dtype, device, triton=triton, many_rows=many_rows, cpu_weights=config.cpu_weights
         )
-        self._product = self._table_product
+        self._gemm = self._table_gemm
         self._float8 = config.quantization == "fp8"
         if config.quantization is not None:
-            self._product = choose_quantizing_product(
+            self._gemm = choose_quantizing_gemm(
                 config.quantization, dtype, device, triton=triton, cpu_weights=config.cpu_weights
             )
-        self._head_product = (
-            self._table_product
+        self._head_gemm = (
+            self._table_gemm
             if triton
-            else choose_product(dtype, device, keeps_weight=True, cpu_weights=config.cpu_weights)
+            else choose_gemm(dtype, device, keeps_weight=True, cpu_weights=config.cpu_weights)
         )
         self._ops = choose_ops(dtype, device, triton=triton)
         self._rotaries = Rotaries(self.placement)
@@ -125,21 +111,21 @@ class LayerBuilder:
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
         """Build a linear layer that every rank holds whole."""
-        return Linear(inputs, {name: outputs}, bias, self._product, self.placement)
+        return Linear(inputs, {name: outputs}, bias, self._gemm, self.placement)
 
     def column_linear(
         self, name: str, inputs: int, outputs: int | Heads, *, bias: bool, stored: Stored = SAME_LAYOUT
     ) -> Linear:
         """Build a column-parallel layer: ranks share the outputs, an intermediate size or queries, keys and values."""
         split = self._splits.qkv(outputs) if isinstance(outputs, Heads) else self._splits.size(outputs)
-        return Linear(inputs, {name: split}, bias, self._product, self.placement, stored)
+        return Linear(inputs, {name: split}, bias, self._gemm, self.placement, stored)
 
     def query_linear(
         self, name: str, inputs: int, heads: Heads, *, bias: bool, dim: int | None = None, stored: Stored = SAME_LAYOUT
     ) -> Linear:
         """Build a column-parallel layer for queries alone, `dim` outputs per head."""
         split = self._splits.query(heads, dim)
-        return Linear(inputs, {name: split}, bias, self._product, self.placement, stored)
+        return Linear(inputs, {name: split}, bias, self._gemm, self.placement, stored)
 
     def row_linear(
         self, name: str, inputs: int | Heads, outputs: int, *, bias: bool, dim: int | None = None,
@@ -156,7 +142,7 @@ class LayerBuilder:
         group = self._splits.group
         if group is not None and group.size > 1 and inputs.is_whole:  # an expert that only this rank holds
             group = None
-        layer = Linear(inputs, {name: outputs}, bias, self._product, self.placement, stored, group=group)
+        layer = Linear(inputs, {name: outputs}, bias, self._gemm, self.placement, stored, group=group)
         layer.reduces = reduces and layer.reduces
         return layer
 
@@ -165,12 +151,12 @@ class LayerBuilder:
     ) -> Linear:
         """Build a linear layer that is whole on every rank and never quantized. `outputs`: of each of several parts."""
         names, stored = (name,) if isinstance(name, str) else name, Stored(transposed=transposed)
-        return Linear(inputs, dict.fromkeys(names, outputs), bias, self._table_product, self.placement, stored)
+        return Linear(inputs, dict.fromkeys(names, outputs), bias, self._table_gemm, self.placement, stored)
 
     def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int, *, bias: bool = False) -> Linear:
         """Build a convolution over non-overlapping patches, as one gemm per patch. Never quantized."""
         inputs, stored = math.prod(kernel), Stored(kernel=kernel)
-        return Linear(inputs, {name: outputs}, bias, self._table_product, self.placement, stored)
+        return Linear(inputs, {name: outputs}, bias, self._table_gemm, self.placement, stored)
 
     def qkv_linear(
         self, inputs: int, heads: Heads, *, bias: bool, names: Names = QKV, keys_are_values: bool = False,
@@ -178,9 +164,9 @@ class LayerBuilder:
     ) -> Linear:  # fmt: skip
         queries, keys, stored = self._splits.query(heads), self._splits.kv(heads), stored_for(rope, heads.dim)
         if keys_are_values:
-            return KeysAsValues(inputs, queries, keys, bias, self._product, self.placement)
+            return KeysAsValues(inputs, queries, keys, bias, self._gemm, self.placement)
         outputs, each = zip(names, (queries, keys, keys), strict=True), (stored, stored, SAME_LAYOUT)
-        return Linear(inputs, dict(outputs), bias, self._product, self.placement, dict(zip(names, each, strict=True)))
+        return Linear(inputs, dict(outputs), bias, self._gemm, self.placement, dict(zip(names, each, strict=True)))
 
     def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
         """Build the layer for queries, keys, values and the logits of the output gate. Checkpoints store a head's gate
@@ -189,7 +175,7 @@ class LayerBuilder:
         outputs = {"q_proj": self._splits.query(heads, 2 * heads.dim), "k_proj": keys, "v_proj": keys}
         query, gate = torch.arange(2 * own.query_size).view(own.num_query, 2, own.dim).transpose(0, 1).flatten(1)
         order = torch.cat((query, torch.arange(2 * own.query_size, 2 * (own.query_size + own.kv_size)), gate))
-        return Linear(inputs, outputs, bias, self._product, self.placement, order=order)
+        return Linear(inputs, outputs, bias, self._gemm, self.placement, order=order)
 
     def output_gate(self) -> OutputGate:
         return OutputGate(self._ops)
@@ -203,7 +189,7 @@ class LayerBuilder:
     ) -> Linear:
         """Build one gemm for several matrices; `stored`: see Linear. Integer sizes are whole on every rank, Splits are
         shared."""
-        return Linear(inputs, outputs, False, self._product, self.placement, stored)
+        return Linear(inputs, outputs, False, self._gemm, self.placement, stored)
 
     def query_outputs(self, heads: Heads, dim: int) -> Split:
         """Return the split of query heads with `dim` outputs each, for `stacked_linear`."""
@@ -212,7 +198,12 @@ class LayerBuilder:
     @property
     def recurrent(self) -> RecurrentLayers:
         """The builder of recurrent layers."""
-        return RecurrentLayers(self._splits, self._product, self._table_product, self.placement, self._row_linear)
+        return RecurrentLayers(self._splits, self._gemm, self._table_gemm, self.placement, self._row_linear)
+
+    @property
+    def experts(self) -> ExpertLayers:
+        """The builder of mixtures of experts."""
+        return ExpertLayers(self, self._splits, self._table_gemm, self._ops, float8=self._float8)
 
     def gated_mlp(
         self,
@@ -231,7 +222,7 @@ class LayerBuilder:
         gate, up, down = names
         size = intermediate if isinstance(intermediate, Split) else self._splits.size(intermediate)
         both = {gate: concat_splits(size, size)} if gate == up else {gate: size, up: size}
-        gate_up = Linear(hidden, both, bias, self._product, self.placement)
+        gate_up = Linear(hidden, both, bias, self._gemm, self.placement)
         down_proj = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
         return GatedMLP(gate_up, down_proj, activation, self._ops, clamp)
 
@@ -240,53 +231,8 @@ class LayerBuilder:
     ) -> MLP:
         """Build an MLP without a gate. `intermediate` and `reduces`: as in `gated_mlp`."""
         size = intermediate if isinstance(intermediate, Split) else self._splits.size(intermediate)
-        up = Linear(hidden, {"up_proj": size}, bias, self._product, self.placement)
+        up = Linear(hidden, {"up_proj": size}, bias, self._gemm, self.placement)
         return self.mlp(up, self._row_linear("down_proj", size, hidden, bias=bias, reduces=reduces), activation)
-
-    def moe_mlp(self, config: ModelConfig, names: Names = GATED, router: str = "gate", shared: Names = GATED) -> MoEMLP:
-        """Build a mixture of experts. `names` and `shared`: gate, up and down of an expert and of the shared one."""
-        settings, hidden, activation = config.experts, config.hidden_size, config.activation
-        assert settings is not None
-        gate = Router(hidden, {router: settings.num}, settings.has_bias, self._table_product, self.placement)
-        experts = self._experts(hidden, settings, activation, names)
-        shared_mlp, shared_gate = None, None
-        if settings.shared_size:
-            make = partial(self.gated_mlp, names=shared) if settings.is_gated else self.plain_mlp
-            shared_mlp = make(hidden, settings.shared_size, activation, bias=False, reduces=False)
-        if settings.shared_has_gate:
-            shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self.placement)
-        is_row = settings.biased_softmax
-        bias = ScoreBias(settings.num, self.placement, is_row=is_row) if settings.has_score_bias else None
-        return MoEMLP(gate, experts, settings, shared_mlp, shared_gate, bias)
-
-    def side_experts(self, config: ModelConfig) -> SideExperts:
-        """Build Gemma 4's parallel experts. Checkpoints store the weights of the router's norm times sqrt(hidden)."""
-        assert config.experts is not None
-        hidden, num, eps = config.hidden_size, config.experts.num, config.norm_eps
-        norm = RMSNorm("scale", hidden, eps, self._ops, self.placement, factor=hidden**-0.5)
-        proj = Router(hidden, {"proj": num}, False, self._table_product, self.placement)
-        router = NormedRouter(norm, proj, ExpertScales(num, self.placement))
-        experts = self._experts(hidden, config.experts, config.activation, GATED)
-        first, second, third = (self.rms_norm(name, hidden, eps) for name in SIDE_NORMS)
-        return SideExperts(router, experts, config.experts, (first, second, third))
-
-    def _experts(self, hidden: int, settings: Experts, activation: str, names: Names) -> ExpertSet:
-        """Build the experts. On the meta device they are stacked even without Triton, because thousands of layers take
-        seconds to build."""
-        device, splits, triton = self.placement.device, self._splits, self.backend.kernels == "triton"
-        own, total = splits.experts(settings.num), expert_sum(splits.group, settings, whole=splits.whole_experts)
-        size, bias, clamp = splits.expert_size(settings.size), settings.has_bias, clamp_of(settings)
-        if not triton and device.type != "meta":
-            mlp = partial(self.gated_mlp, names=names, clamp=clamp) if settings.is_gated else self.plain_mlp
-            made = {number: mlp(hidden, size, activation, bias=bias, reduces=False) for number in own}
-            return SeparateExperts(made, total)
-        gate, up, down = names
-        make = partial(ExpertLinear, own, placement=self.placement, bias=bias, float8=self._float8)
-        group = None if size.is_whole else splits.group
-        first = make(hidden, {gate: size, up: size} if settings.is_gated else {up: size})
-        down_proj = make(size, {down: hidden}, group=group)
-        rows = dependent_rows(device) if triton else 0
-        return StackedExperts(first, down_proj, activation, self._ops, dependent_rows=rows, total=total)
 
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)
@@ -338,6 +284,10 @@ class LayerBuilder:
     def sinks(self, heads: Heads) -> Sinks:
         return Sinks(self._splits.query(heads, 1), self.placement)
 
+    def _slopes(self, alibi: Alibi, heads: Heads) -> Tensor:  # [query heads]
+        whole = torch.tensor(alibi.slopes(heads.num_query), device=self.placement.device)
+        return self._splits.query(heads, 1).of(whole).contiguous()
+
     def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention | TextAttention:
         """Build attention with the rotary positions, window, scale and softcap that the config has for the layer."""
         if config.encoder is not None:
@@ -346,7 +296,9 @@ class LayerBuilder:
         scale = heads.dim**-0.5 if scale is None else scale
         held = None if sinks is None else sinks.weight.data
         window, softcap = config.window_of(layer), config.attention_softcap
-        rule = AttentionRule(scale, softcap, window, held, is_chunked=config.has_chunks and window is not None)
+        is_chunked = config.has_chunks and window is not None
+        slopes = None if config.alibi is None else self._slopes(config.alibi, heads)
+        rule = AttentionRule(scale, softcap, window, held, is_chunked=is_chunked, slopes=slopes)
         source = config.kv_layer_of(layer)
         shared = (config.kv_layers.count(layer) > 1, source != layer)
         place, rope = config.place_of(source), config.rope_of(layer)
@@ -354,10 +306,10 @@ class LayerBuilder:
         made.sees_images = window is not None or config.vision is None or not config.vision.whole_in_windows
         return made
 
-    def latent_products(self, config: ModelConfig) -> LatentProducts:
+    def latent_expansion(self, config: ModelConfig) -> LatentExpansion:
         assert config.latent is not None
         queries = self._splits.query(config.heads, 1)
-        return LatentProducts(queries, config.latent, self._heads_product, self.placement)
+        return LatentExpansion(queries, config.latent, self._make_heads, self.placement)
 
     def latent_attention(self, config: ModelConfig, layer: int) -> LatentAttention:
         latent, factor = config.latent, config.attention_scale
@@ -371,28 +323,28 @@ class LayerBuilder:
         scale = self._rotaries.query_scale(config.rope, latent.scaled_dim)
         return LatentAttention(heads, latent, config.place_of(layer), rule, rotary, self._ops, scale)
 
-    def _heads_product(self, weight: Tensor, rest: int) -> HeadLinear:
+    def _make_heads(self, weight: Tensor, rest: int) -> HeadLinear:
         if self.backend.kernels == "triton":
             return TritonHeads(weight, rest, dependent_rows=dependent_rows(self.placement.device))
         if self.backend.kernels == "native":
-            return PackedHeads(weight, rest, self._table_product)
+            return PackedHeads(weight, rest, self._table_gemm)
         return DenseHeads(weight, rest)
 
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
         vocab = self._splits.size(vocab_size)
-        return Embedding(name, vocab, size, self._table_product, self.placement, self._splits.group)
+        return Embedding(name, vocab, size, self._table_gemm, self.placement, self._splits.group)
 
     def position_embedding(self, name: str, num_positions: int, size: int, *, offset: int = 0) -> PositionEmbedding:
         return PositionEmbedding(name, num_positions, size, self.placement, offset=offset)
 
     def label_head(self, name: str, config: ModelConfig) -> Linear:
         """Build the output head of a classifier. Never quantized."""
-        return Linear(config.hidden_size, {name: config.num_labels}, False, self._table_product, self.placement)
+        return Linear(config.hidden_size, {name: config.num_labels}, False, self._table_gemm, self.placement)
 
     def lm_head(self, name: str, embedding: Embedding, config: ModelConfig, *, bias: bool = False) -> nn.Module:
         """Build the output head. A tied head must not have a bias."""
         if config.tie_word_embeddings:
             assert not bias
-            return TiedHead(embedding, self._head_product)
+            return TiedHead(embedding, self._head_gemm)
         vocab = self._splits.size(config.vocab_size)
-        return Linear(config.hidden_size, {name: vocab}, bias, self._table_product, self.placement)
+        return Linear(config.embedding_size, {name: vocab}, bias, self._table_gemm, self.placement)

@@ -24,7 +24,7 @@ from quire.runtime.layers.weights import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertProduct:
+class ExpertGemm:
     """One of the two gemms of a block's routed experts (gate and up, or down): one linear layer per expert, or one that
     stacks all experts."""
 
@@ -104,7 +104,7 @@ class StackedExpertAdapters(SlotMemory):
 
 
 def make_expert_adapters(
-    product: ExpertProduct,
+    gemm: ExpertGemm,
     parts: Sequence[AdaptedPart],
     limits: tuple[int, int],  # slots, the most rank
     placement: Placement,
@@ -113,20 +113,20 @@ def make_expert_adapters(
     ranks: tuple[Tensor, npt.NDArray[np.int32]],
 ) -> SlotMemory:
     """Allocate LoRA slots for an expert gemm and attach them to its layers."""
-    shape = (*limits, product.first.num_inputs, product.first.num_outputs)
+    shape = (*limits, gemm.first.num_inputs, gemm.first.num_outputs)
     if kernels == "native":
-        native = NativeExpertAdapters(len(product.experts), parts, shape, placement, active)
-        _attach(product, native.each)
+        native = NativeExpertAdapters(len(gemm.experts), parts, shape, placement, active)
+        _attach(gemm, native.each)
         return native
-    stacked = StackedExpertAdapters(len(product.experts), parts, shape, placement, active, ranks)
-    if isinstance(product.first, ExpertLinear):
-        product.first.adapters = stacked
+    stacked = StackedExpertAdapters(len(gemm.experts), parts, shape, placement, active, ranks)
+    if isinstance(gemm.first, ExpertLinear):
+        gemm.first.adapters = stacked
     else:
-        _attach(product, stacked.each)
+        _attach(gemm, stacked.each)
     return stacked
 
 
-def _attach(product: ExpertProduct, each: Sequence[LinearAdapters]) -> None:
-    for linear, adapters in zip(product.linears, each, strict=True):
+def _attach(gemm: ExpertGemm, each: Sequence[LinearAdapters]) -> None:
+    for linear, adapters in zip(gemm.linears, each, strict=True):
         assert isinstance(linear, Linear)
         linear.adapters = adapters

@@ -104,7 +104,7 @@ class SeparateExperts(nn.ModuleDict):
         self.own, self._total = range(min(experts), max(experts) + 1), total
 
     @property
-    def products(self) -> dict[str, tuple[Linear, ...]]:
+    def gemms(self) -> dict[str, tuple[Linear, ...]]:
         """The linear layers of every expert, by the name of the gemm."""
         mlps = self._mlps
         return {mlps[0].first_name: tuple(e.first for e in mlps), "down_proj": tuple(e.down_proj for e in mlps)}
@@ -183,7 +183,7 @@ class SeparateExperts(nn.ModuleDict):
         weights = ExpertWeights(
             gate_up, down, experts.num_used, experts.is_normalized, experts.scale, clamp_of(experts),
             mlp.activation, factors, (experts.num_groups, experts.groups_used), score_bias, self.own.start,
-            tuple(map(_slots_of, self.products.values())), mlp.is_gated,
+            tuple(map(_slots_of, self.gemms.values())), mlp.is_gated,
         )  # fmt: skip
         mixed, group = x.writer.mix(x, logits, weights, shared), self._total.group
         return mixed if group is None else cast("Symbol", all_reduce(group, mixed))
@@ -209,7 +209,8 @@ class SideExperts(nn.Module):
 
 
 class MoEMLP(nn.Module):
-    """The weighted sum of the experts chosen for a token, plus the shared expert if the model has one."""
+    """The weighted sum of the experts chosen for a token, plus the shared expert if the model has one. `latent`: the
+    projections of the experts' inputs to latents and of their sum back (Nemotron 3 Super)."""
 
     def __init__(
         self,
@@ -219,9 +220,13 @@ class MoEMLP(nn.Module):
         shared_expert: GatedMLP | MLP | None = None,
         shared_expert_gate: Linear | None = None,
         score_bias: ScoreBias | None = None,
+        latent: Sequence[Linear] | None = None,
     ) -> None:
         super().__init__()
-        self.score_bias = score_bias
+        self.score_bias, self.has_latents = score_bias, latent is not None
+        if latent is not None:
+            assert shared_expert_gate is None
+            self.fc1_latent_proj, self.fc2_latent_proj = latent
         self.gate, self.experts, self._settings = gate, experts, settings
         self.shared_expert, self.shared_expert_gate = shared_expert, shared_expert_gate
 
@@ -242,6 +247,10 @@ class MoEMLP(nn.Module):
             logits, bias = _hide_others(logits, bias, self._settings.num_used), None
         if self._settings.scales_inputs:
             value = _scale_by_score(value, logits)
+        if self.has_latents:
+            mixed = self.experts.mix(self.fc1_latent_proj(value), logits, self._settings, (), rows, score_bias=bias)
+            made: Value = self.fc2_latent_proj(mixed)
+            return add_in_place(made, *shared) if shared else made
         return self.experts.mix(value, logits, self._settings, shared, rows, score_bias=bias)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from quire.kernels.native.program import Symbol
 from quire.kernels.native.weights import LinearWeights
+from quire.runtime.layers.gemm import Gemm, Multiply
 from quire.runtime.layers.native import NativeMultiply
-from quire.runtime.layers.product import Multiply, Product
 from quire.runtime.layers.stream import Value
 
 
@@ -42,10 +42,10 @@ class DenseHeads:
 class PackedHeads:
     """One packed gemm per head; compiled gemms become one operation of a program."""
 
-    def __init__(self, weight: Tensor, rest: int, product: Product) -> None:
+    def __init__(self, weight: Tensor, rest: int, gemm: Gemm) -> None:
         self._num, self._outputs, self._inputs = weight.shape
         self._rest = rest
-        self._multiply: list[Multiply] = [product.pack(each.to(product.held).contiguous(), None) for each in weight]
+        self._multiply: list[Multiply] = [gemm.pack(each.to(gemm.held).contiguous(), None) for each in weight]
 
     def __call__(self, x: Value) -> Value:
         if isinstance(x, Symbol):

@@ -40,7 +40,7 @@ EPS = 1e-6  # of the norm of keys
 _CHOSEN, _DIVISION = "chosen tokens", "tokens that choose"  # memo keys
 
 
-class Turn(NamedTuple):
+class HeadRotation(NamedTuple):
     """Rotates the first elements of heads [tokens, heads, dim] by a step's positions."""
 
     rotary: Rotary
@@ -64,7 +64,7 @@ class TokenChooser(Protocol):
     def __call__(self, x: Normed, queries: Value) -> tuple[Value, ...]:
         """Return the inputs of `choose`, from the layer's input and its compressed queries."""
 
-    def choose(self, step: ForwardStep, cache: LayerCache, turn: Turn, *inputs: Tensor) -> Chosen | None:
+    def choose(self, step: ForwardStep, cache: LayerCache, rotate: HeadRotation, *inputs: Tensor) -> Chosen | None:
         """Return the chosen tokens; None: all. Side effect: writes the step's keys of the indexer."""
 
 
@@ -78,7 +78,7 @@ class LastChoice(nn.Module):
         self,
         step: ForwardStep,
         cache: LayerCache,  # noqa: ARG002
-        turn: Turn,  # noqa: ARG002
+        rotate: HeadRotation,  # noqa: ARG002
     ) -> Chosen | None:
         found: Chosen | None = step.memo[_CHOSEN]
         return found
@@ -96,13 +96,13 @@ class TokenIndexer(nn.Module):
         self.wk = build.linear("wk", config.hidden_size, own.dim, bias=False)
         self.k_norm = build.layer_norm("k_norm", own.dim, EPS)
         self.weights_proj = build.linear("weights_proj", config.hidden_size, own.num_heads, bias=False)
-        self._turned = config.latent.rope_dim
+        self._rope_dim = config.latent.rope_dim
 
     def forward(self, x: Normed, queries: Value) -> tuple[Value, ...]:
         return self.wq_b(queries), self.wk(x), self.weights_proj(x)
 
     def choose(
-        self, step: ForwardStep, cache: LayerCache, turn: Turn, queries: Tensor, keys: Tensor, weights: Tensor
+        self, step: ForwardStep, cache: LayerCache, rotate: HeadRotation, queries: Tensor, keys: Tensor, weights: Tensor
     ) -> Chosen | None:
         own = self._own
         is_short = step.max_length <= own.num_chosen
@@ -110,10 +110,10 @@ class TokenIndexer(nn.Module):
         if cache.index is None:
             assert is_short, "the cache keeps no keys of the indexer"
             return None
-        keys = turn(self._halves(self.k_norm.of(keys).unsqueeze(1)), step)
+        keys = rotate(self._halves(self.k_norm.of(keys).unsqueeze(1)), step)
         write_index(cache, self._in_range(keys.squeeze(1), cache), step.slots_of(cache))
         if not is_short:
-            queries = turn(self._halves(queries.reshape(len(queries), own.num_heads, own.dim)), step)
+            queries = rotate(self._halves(queries.reshape(len(queries), own.num_heads, own.dim)), step)
             chosen = self._choose(division_of(step, own.num_chosen), cache, queries, weights)
         step.memo[_CHOSEN] = chosen
         return chosen
@@ -122,7 +122,7 @@ class TokenIndexer(nn.Module):
         """Order the rotated pairs of heads [tokens, heads, dim] in two halves. Scores do not depend on the order."""
         if not self._own.in_pairs:
             return x
-        size = self._turned
+        size = self._rope_dim
         return torch.cat((x[..., 0:size:2], x[..., 1:size:2], x[..., size:]), dim=-1)
 
     def _in_range(self, keys: Tensor, cache: LayerCache) -> Tensor:

@@ -18,7 +18,7 @@ from quire.config.model import Heads, Latent
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.program import Symbol
 from quire.runtime.layers.head_linear import HeadLinear, heads_of
-from quire.runtime.layers.indexer import TokenChooser, Turn
+from quire.runtime.layers.indexer import HeadRotation, TokenChooser
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import QueryScale, Rotary, Rotation
@@ -31,7 +31,7 @@ Choice = tuple[TokenChooser, tuple[Value, ...]]  # and the inputs of its `choose
 MakeHeads = Callable[[Tensor, int], HeadLinear]  # weight [heads, outputs, inputs], `rest`
 
 
-class LatentProducts(WeightLayer):
+class LatentExpansion(WeightLayer):
     """The matrix that expands latents to keys and values of all heads, split by `finish` into two matrices per head.
     Never quantized, because it is small."""
 
@@ -76,19 +76,19 @@ class LatentAttention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self._heads, self._latent, self._layer, self.rule, self._ops = heads, latent, layer, rule, ops
-        self.rotary, self.query_scale, self._turn = rotary, query_scale, Turn(rotary, ops)
+        self.rotary, self.query_scale, self._rotate_heads = rotary, query_scale, HeadRotation(rotary, ops)
 
     def forward(
-        self, query: Value, latents: Value, step: ForwardStep, norm: RMSNorm, products: LatentProducts,
+        self, query: Value, latents: Value, step: ForwardStep, norm: RMSNorm, expansion: LatentExpansion,
         choice: Choice | None = None,
     ) -> Value:  # fmt: skip
         """Attend. query: [tokens, at least query heads * (nope + rope)]; latents: [tokens, ...], whose last rank + rope
         elements are the token's latent before its norm. Both are overwritten. choice: chooses the tokens that are
         attended to. Returns [tokens, query heads * value dim]."""
-        assert products.to_latents is not None, "finish() was not called"
-        assert products.to_values is not None
+        assert expansion.to_latents is not None, "finish() was not called"
+        assert expansion.to_values is not None
         if isinstance(query, Symbol):
-            return products.to_values(self._trace_program(query, latents, step, norm, products.to_latents, choice))
+            return expansion.to_values(self._trace_program(query, latents, step, norm, expansion.to_latents, choice))
         heads, latent, cache = self._heads, self._latent, step.caches[self._layer]
         plan, is_triton = step.attention_of(cache), step.backend.kernels == "triton"
         if is_triton and self.rotary.is_static:
@@ -97,16 +97,16 @@ class LatentAttention(nn.Module):
             self._store_by_parts(query, latents, step, norm)
         if self.query_scale is not None:
             heads_of(query, heads.num_query, latent.query_dim).mul_(self.query_scale(step).cos[..., :1])
-        chosen = None if choice is None else choice[0].choose(step, cache, self._turn, *choice[1])
+        chosen = None if choice is None else choice[0].choose(step, cache, self._rotate_heads, *choice[1])
         if is_triton and plan.expanded is not None and chosen is None:
-            attended: Tensor = step.backend.attend_expanded(query, cache, plan, self.rule, products)
+            attended: Tensor = step.backend.attend_expanded(query, cache, plan, self.rule, expansion)
             return attended
-        compared = products.to_latents(query).view(len(query), heads.num_query, heads.dim)
+        compared = expansion.to_latents(query).view(len(query), heads.num_query, heads.dim)
         key = latents[:, None, -heads.dim :]  # [tokens, 1, dim]; rotated, unless the backend reads it from the cache
         if chosen is not None:
-            return products.to_values(chosen.attend(compared, key, cache, self.rule))
+            return expansion.to_values(chosen.attend(compared, key, cache, self.rule))
         attended = step.backend.attend(compared, key, key[..., : latent.rank], cache, plan, self.rule)
-        return products.to_values(attended)
+        return expansion.to_values(attended)
 
     def _store_by_parts(self, query: Tensor, latents: Tensor, step: ForwardStep, norm: RMSNorm) -> None:
         """Rotate queries and latents in place, and write latents to the cache."""
@@ -162,7 +162,7 @@ class LatentAttention(nn.Module):
         *inputs, step = rest
         cache = step.caches[self._layer]
         by_head = compared.reshape(len(compared), self._heads.num_query, self._heads.dim)
-        chosen = chooser.choose(step, cache, self._turn, *inputs)
+        chosen = chooser.choose(step, cache, self._rotate_heads, *inputs)
         if chosen is not None:
             return chosen.attend(by_head, by_head[:, :1], cache, self.rule)  # keys are cached
         plan = step.attention_of(cache)

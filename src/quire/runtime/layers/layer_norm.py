@@ -7,6 +7,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
+from quire.kernels.native.program import Symbol
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.stream import Normed, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
@@ -54,6 +55,12 @@ class LayerNorm(WeightLayer):
 
     def of_sum(self, x: Tensor, change: Tensor) -> Tensor:
         return self._ops.layer_norm(x.add_(change), self.weight.data, self._eps)
+
+    def replace(self, x: Value) -> Value:
+        """Return the norm of x, which is overwritten."""
+        if isinstance(x, Symbol):
+            return x.writer.layer_norm(x, self.weight.data, self._eps, in_place=True)
+        return self.of(x)
 
     def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
         super().randomize(part, generator, dtype)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from quire.kernels.native.program import Symbol
 from quire.runtime.layers.adapted import LinearAdapters
+from quire.runtime.layers.gemm import FusedMultiply, Gemm, Multiply, PartsMultiply
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.native import program_weights
-from quire.runtime.layers.product import FusedMultiply, Multiply, PartsMultiply, Product
 from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored, WeightLayer
@@ -42,7 +42,7 @@ class Linear(WeightLayer):
         inputs: int | Split,
         outputs: Mapping[str, int | Split],
         bias: bool,
-        product: Product,
+        gemm: Gemm,
         placement: Placement,
         stored: Stored | Mapping[str, Stored] = SAME_LAYOUT,  # one for all parts, or by part name
         order: Tensor | None = None,  # [outputs of this rank]
@@ -52,11 +52,11 @@ class Linear(WeightLayer):
         self.inputs, self.outputs = as_split(inputs), {name: as_split(each) for name, each in outputs.items()}
         self.group, self.reduces = group, group is not None  # reduces: whether this layer does the all-reduce
         inputs, rows = self.inputs.count, sum(each.count for each in self.outputs.values())
-        self.weight = placement.unallocated(rows, inputs, dtype=product.held)
-        self.bias = placement.unallocated(rows, dtype=product.held) if bias else None
+        self.weight = placement.unallocated(rows, inputs, dtype=gemm.held)
+        self.bias = placement.unallocated(rows, dtype=gemm.held) if bias else None
         kinds = ("weight", "bias") if bias else ("weight",)
         self.parts = tuple(f"{name}.{kind}" for name in outputs for kind in kinds)
-        self._product, self._placement, self._dtype = product, placement, placement.dtype
+        self._gemm, self._placement, self._dtype = gemm, placement, placement.dtype
         self.stored = dict.fromkeys(outputs, stored) if isinstance(stored, Stored) else stored
         self.spans: dict[str, slice] = {}  # the rows of each matrix among the stacked ones
         begin = 0
@@ -116,7 +116,7 @@ class Linear(WeightLayer):
             return super().load_quantized(part, weight)
         name, region = part.removesuffix(".weight"), self.region(part)
         if region is not None and weight.shape == region.shape:  # the checkpoint reader has cut it
-            keeps = self._product.keeps(weight)
+            keeps = self._gemm.keeps(weight)
             if keeps or weight.activations:
                 self._quantized[name] = weight
             else:
@@ -124,7 +124,7 @@ class Linear(WeightLayer):
                 self._part(part).copy_(weight.values().to(self._dtype))
             return keeps
         stored, cut = self.stored[name], weight if self.inputs.is_whole else weight.inputs(self.inputs.own[0])
-        keeps = cut is not None and self._product.keeps(cut)
+        keeps = cut is not None and self._gemm.keeps(cut)
         if cut is None or stored.transposed or not (keeps or weight.activations):
             return super().load_quantized(part, weight)
         order, rows = stored.outputs_in_order(weight.shape[0]), self.outputs[name]
@@ -164,13 +164,13 @@ class Linear(WeightLayer):
         if self.order is not None:
             order = self.order.to(weight.device)
             weight, bias = weight[order], None if bias is None else bias[order]
-        return self._product.pack(weight, bias)
+        return self._gemm.pack(weight, bias)
 
     def _pack_quantized(self, whole: QuantizedWeight) -> Multiply:
         bias = self._bias
         if self.order is not None:
             whole, bias = whole.rows(self.order), None if bias is None else bias[self.order.to(bias.device)]
-        return self._product.pack_quantized(whole.to(self._placement.device), bias)
+        return self._gemm.pack_quantized(whole.to(self._placement.device), bias)
 
     def _pack_separately(self) -> Multiply | None:
         """Pack each part in its own format on a CPU, or return None if they must be packed as one weight."""
@@ -178,7 +178,7 @@ class Linear(WeightLayer):
             return None
         parts = [self._quantized[name] for name in self.spans]
         biases = [None if self._bias is None else self._bias[span].clone() for span in self.spans.values()]
-        return self._product.pack_parts(list(zip(parts, biases, strict=True)))
+        return self._gemm.pack_parts(list(zip(parts, biases, strict=True)))
 
     def _pack_by_activations(self) -> Multiply:
         """Pack one gemm per part, because parts differ in how their rows are quantized."""
@@ -186,9 +186,9 @@ class Linear(WeightLayer):
         for name, span in self.spans.items():
             bias = None if self._bias is None else self._bias[span]
             if name in self._quantized:
-                parts.append(self._product.pack_quantized(self._quantized[name].to(self._placement.device), bias))
+                parts.append(self._gemm.pack_quantized(self._quantized[name].to(self._placement.device), bias))
             else:
-                parts.append(self._product.pack(self.weight.data[span].clone(), bias))  # copy: a view keeps the whole
+                parts.append(self._gemm.pack(self.weight.data[span].clone(), bias))  # copy: a view keeps the whole
         order = None if self.order is None else self.order.to(self._placement.device)
         return PartsMultiply(tuple(parts), order)
 
@@ -203,10 +203,10 @@ class Linear(WeightLayer):
         return [part]
 
     def forward(self, x: Value | Normed) -> Value:  # [tokens, in] -> [tokens, out]
-        product, change = self.product_and_change(x)
-        return product if change is None else self._joined(product, change)
+        result, change = self.gemm_and_change(x)
+        return result if change is None else self._joined(result, change)
 
-    def product_and_change(self, x: Value | Normed) -> tuple[Value, Tensor | None]:
+    def gemm_and_change(self, x: Value | Normed) -> tuple[Value, Tensor | None]:
         """Return the gemm with x [tokens, in], and the LoRA change that the caller must add to it if it was computed
         separately, or None. Both are [tokens, out]."""
         assert self.multiply is not None, "finish() was not called"
@@ -221,17 +221,17 @@ class Linear(WeightLayer):
             return x.new_empty(0, self.num_outputs), None
         change = None
         if self.adapters is not None and self.is_adapted:
-            product, change = self.adapters.multiply(partial(self._multiply, x), x)
+            result, change = self.adapters.multiply(partial(self._multiply, x), x)
         else:
-            product = self._multiply(x)
+            result = self._multiply(x)
         if self.reduces and self.group is not None:
-            return all_reduce(self.group, product if change is None else self._joined(product, change)), None
-        return product, change
+            return all_reduce(self.group, result if change is None else self._joined(result, change)), None
+        return result, change
 
-    def _joined(self, product: Tensor, change: Tensor) -> Tensor:
+    def _joined(self, result: Tensor, change: Tensor) -> Tensor:
         assert self.adapters is not None
-        self.adapters.join(product, change)
-        return product
+        self.adapters.join(result, change)
+        return result
 
     def _multiply(self, x: Value) -> Value:
         assert self.multiply is not None
@@ -287,10 +287,10 @@ class KeysAsValues(Linear):
     twice."""
 
     def __init__(
-        self, inputs: int, queries: int | Split, keys: int | Split, bias: bool, product: Product, placement: Placement
+        self, inputs: int, queries: int | Split, keys: int | Split, bias: bool, gemm: Gemm, placement: Placement
     ) -> None:
         outputs = {"q_proj": queries, _KEY: keys, _VALUE: keys}
-        super().__init__(inputs, outputs, bias, product, placement)
+        super().__init__(inputs, outputs, bias, gemm, placement)
         self.parts = tuple(part for part in self.parts if not part.startswith(_VALUE))
 
     def copies(self, part: str) -> int:

@@ -77,7 +77,7 @@ class GatedMLP(nn.Module):
         if fused is not None and isinstance(x, Normed) and isinstance(x.norm, RMSNorm) and not x.stream.is_empty:
             own = fused.on(x.stream.x)
             return own.gated(x.stream.x, x.norm.as_norm, self.activation, x.stream.take_pending())
-        product, change = self.gate_up_proj.product_and_change(x)
+        result, change = self.gate_up_proj.gemm_and_change(x)
         if change is None:
-            return self._ops.gate(product, self.activation, self._clamp)
-        return self._ops.gate_sum(product, change, self.activation, self._clamp)
+            return self._ops.gate(result, self.activation, self._clamp)
+        return self._ops.gate_sum(result, change, self.activation, self._clamp)

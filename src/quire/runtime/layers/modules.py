@@ -13,9 +13,9 @@ from quire.kernels.native.int8_panels import HALF_GROUP, is_int8_format
 from quire.kernels.native.ops import PackedWeight, read_rows
 from quire.kernels.native.program import Symbol
 from quire.kernels.norm import Norm
-from quire.runtime.layers.native import IntegerProduct, NativeMultiply
+from quire.runtime.layers.gemm import Gemm, Multiply
+from quire.runtime.layers.native import IntegerGemm, NativeMultiply
 from quire.runtime.layers.ops import LayerOps, normalize
-from quire.runtime.layers.product import Multiply, Product
 from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, PostNormed, Projected, Stream, Value
@@ -225,21 +225,21 @@ class Embedding(WeightLayer):
         name: str,
         vocab: int | Split,
         size: int,
-        product: Product,
+        gemm: Gemm,
         placement: Placement,
         group: RankGroup | None = None,
     ) -> None:
         super().__init__()
         self.vocab, self.size, self._group = as_split(vocab), size, group
-        self.weight = placement.empty(self.vocab.count, size, dtype=product.held)
+        self.weight = placement.empty(self.vocab.count, size, dtype=gemm.held)
         self.levels: LevelWeight | None = None
         self.panels: PackedWeight | None = None  # in place of levels; shared with a tied output head
         self.parts = (f"{name}.weight",)
-        self._product, self._placement = product, placement
+        self._gemm, self._placement = gemm, placement
 
     def load_quantized(self, part: str, weight: StoredWeight) -> bool:
         on_cpu = self._placement.device.type == "cpu"
-        keeps = on_cpu and isinstance(weight, LevelWeight) and self._product.keeps(weight)
+        keeps = on_cpu and isinstance(weight, LevelWeight) and self._gemm.keeps(weight)
         native = weight.as_native(HALF_GROUP) if keeps and isinstance(weight, LevelWeight) else None
         if native is None:
             return super().load_quantized(part, weight)
@@ -261,8 +261,8 @@ class Embedding(WeightLayer):
 
     def finish(self) -> None:
         """Repack quantized weights into panels, which have the bits of the file, if gemms are in integers."""
-        if self.levels is not None and isinstance(self._product, IntegerProduct):
-            packed = self._product.pack_quantized(self.levels, None)
+        if self.levels is not None and isinstance(self._gemm, IntegerGemm):
+            packed = self._gemm.pack_quantized(self.levels, None)
             if isinstance(packed, NativeMultiply) and is_int8_format(packed.weight):
                 self.levels, self.panels = None, packed.weight
 
@@ -366,9 +366,9 @@ class PositionEmbedding(WeightLayer):
 class TiedHead(WeightLayer):
     """Output head that multiplies by the embedding table, which `finish` finishes too. Has no checkpoint parts."""
 
-    def __init__(self, embedding: Embedding, product: Product) -> None:
+    def __init__(self, embedding: Embedding, gemm: Gemm) -> None:
         super().__init__()
-        self._embedding, self._product = (embedding,), product  # in a tuple, so that it is not a child of this module
+        self._embedding, self._gemm = (embedding,), gemm  # in a tuple, so that it is not a child of this module
         self.multiply: Multiply | None = None
         self.num_parts, self.num_inputs, self.num_outputs = 1, embedding.size, embedding.vocab.count
 
@@ -377,14 +377,14 @@ class TiedHead(WeightLayer):
         return self._embedding[0]
 
     def finish(self) -> None:
-        table, product = self._embedding[0], self._product
+        table, gemm = self._embedding[0], self._gemm
         table.finish()
         if table.panels is not None:
             self.multiply = NativeMultiply(table.panels, None)
         elif table.levels is None:
-            self.multiply = product.pack(table.weight.data, None)
+            self.multiply = gemm.pack(table.weight.data, None)
         else:
-            self.multiply = product.pack_quantized(table.levels, None)
+            self.multiply = gemm.pack_quantized(table.levels, None)
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, size] -> [tokens, vocab]
         assert self.multiply is not None, "finish() was not called"

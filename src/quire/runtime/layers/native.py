@@ -21,8 +21,8 @@ from quire.kernels.native.program import Symbol
 from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
 from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
+from quire.runtime.layers.gemm import BaseGemm, Multiply, PackedGemm, Part, PartsMultiply
 from quire.runtime.layers.ops import TorchOps
-from quire.runtime.layers.product import BaseProduct, Multiply, PackedProduct, Part, PartsMultiply
 from quire.runtime.layers.stream import Value
 from quire.runtime.quantization.activations import rounding
 from quire.runtime.quantization.levels import LevelWeight
@@ -106,7 +106,7 @@ class GatheredMultiply:
         return self.multiply(x.index_select(1, self.columns))
 
 
-class LevelProduct(BaseProduct):
+class LevelGemm(BaseGemm):
     """Base of gemms with quantized weights (LevelWeight). Groups of a multiple of 32 columns keep their format; smaller
     groups are converted to 8 bits. Scales and offsets are float16."""
 
@@ -127,7 +127,7 @@ class LevelProduct(BaseProduct):
         """Pack a quantized weight with groups of 32 columns in their order and float16 scales and offsets."""
 
 
-class TileProduct(LevelProduct):
+class TileGemm(LevelGemm):
     """bfloat16 gemms by the CPU's tile units (AMX), or by oneDNN if the number of inputs is no multiple of a tile."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class TileProduct(LevelProduct):
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         if weight.shape[1] % TILE_INPUTS:
-            return PackedProduct(self.held).pack(weight, bias)
+            return PackedGemm(self.held).pack(weight, bias)
         return NativeMultiply(tile_plain(weight), bias)
 
     def pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
@@ -143,7 +143,7 @@ class TileProduct(LevelProduct):
         return NativeMultiply(tiles, bias)
 
 
-class PanelProduct(LevelProduct):
+class PanelGemm(LevelGemm):
     """float32 or bfloat16 rows by weights packed in panels. float32 weights that bfloat16 represents exactly, as in
     most checkpoints, are held as bfloat16: half the bytes, the same results. float32 weights that are also used
     elsewhere (`keeps_weight`) are multiplied in place, not copied."""
@@ -164,9 +164,9 @@ class PanelProduct(LevelProduct):
         return NativeMultiply(panels, bias)
 
 
-class DotProduct(PanelProduct):
+class DotGemm(PanelGemm):
     """bfloat16 gemms by the CPU's bfloat16 dot products (AVX-512 BF16, Arm BF16). Quantized weights are packed like
-    PanelProduct's and multiplied in float32 on CPUs where that is faster; otherwise they are dequantized to
+    PanelGemm's and multiplied in float32 on CPUs where that is faster; otherwise they are dequantized to
     bfloat16."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class DotProduct(PanelProduct):
         return super().pack_levels(weight, bias)
 
 
-class IntegerProduct(LevelProduct):
+class IntegerGemm(LevelGemm):
     """Integer gemms with quantized weights: rows are quantized to 8 or 16 bits, with a scale per group of 32 elements.
     In rows of 8 bits, a group with an outlier gets 16. Weights keep the bits of their file. `others` multiplies by all
     other weights.
@@ -190,7 +190,7 @@ class IntegerProduct(LevelProduct):
     ("integer16"). Rows that the checkpoint's activation scheme has already rounded get 16 bits, which hold them.
     """
 
-    def __init__(self, others: LevelProduct, cpu_weights: CpuWeights = "integer") -> None:
+    def __init__(self, others: LevelGemm, cpu_weights: CpuWeights = "integer") -> None:
         super().__init__(others.held)
         self._others, self._cpu_weights = others, cpu_weights
 

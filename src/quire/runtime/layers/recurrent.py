@@ -8,9 +8,9 @@ from quire.config.recurrent import Recurrent
 from quire.runtime.layers.convolution import Convolution, ShortConvolution
 from quire.runtime.layers.delta import DeltaRule, GatedDeltaNet, ungrouped_rows
 from quire.runtime.layers.experts import Router
+from quire.runtime.layers.gemm import Gemm
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mamba import MambaMixer, MambaScan
-from quire.runtime.layers.product import Product
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.weights import Placement
 
@@ -22,14 +22,14 @@ class MakeRowLinear(Protocol):
 
 class RecurrentLayers:
     """Builds recurrent layers for a LayerBuilder. `place` is a layer's index among the recurrent layers.
-    `table_product`: the gemm of layers that are never quantized."""
+    `table_gemm`: the gemm of layers that are never quantized."""
 
     def __init__(
-        self, splits: RankSplits, product: Product, table_product: Product, placement: Placement,
+        self, splits: RankSplits, gemm: Gemm, table_gemm: Gemm, placement: Placement,
         row_linear: MakeRowLinear,
     ) -> None:  # fmt: skip
         self._splits, self._placement, self._row_linear = splits, placement, row_linear
-        self._product, self._table_product = product, table_product
+        self._gemm, self._table_gemm = gemm, table_gemm
 
     def delta_net(self, hidden: int, sizes: Recurrent, place: int, eps: float) -> GatedDeltaNet:
         in_proj, gate_proj = self._delta_linears(hidden, sizes)
@@ -41,14 +41,14 @@ class RecurrentLayers:
         each, options = self._splits.recurrent(sizes), sizes.mamba
         assert options is not None
         outputs = concat_splits(each.values, each.values, each.keys, each.keys, each.value_heads)
-        in_proj = Linear(hidden, {"in_proj": outputs}, options.has_bias, self._product, self._placement)
+        in_proj = Linear(hidden, {"in_proj": outputs}, options.has_bias, self._gemm, self._placement)
         out_proj = self._row_linear("out_proj", each.values, hidden, bias=options.has_bias)
         return MambaMixer(in_proj, MambaScan(sizes, each, place, eps, self._placement, self._splits.group), out_proj)
 
     def short_convolution(self, hidden: int, sizes: Recurrent, place: int) -> ShortConvolution:
         channels, bias = self._splits.size(hidden), sizes.has_bias
         three = {"in_proj": concat_splits(channels, channels, channels)}
-        in_proj = Linear(hidden, three, bias, self._product, self._placement)
+        in_proj = Linear(hidden, three, bias, self._gemm, self._placement)
         out_proj = self._row_linear("out_proj", channels, hidden, bias=bias)
         return ShortConvolution(in_proj, Convolution(channels, sizes, place, self._placement), out_proj)
 
@@ -59,12 +59,12 @@ class RecurrentLayers:
         keys, values, heads, groups = each.keys, each.values, each.value_heads, each.groups
         if not sizes.joined:
             wide = {"in_proj_qkv": concat_splits(keys, keys, values), "in_proj_z": values}
-            in_proj = Linear(hidden, wide, False, self._product, self._placement)
+            in_proj = Linear(hidden, wide, False, self._gemm, self._placement)
             narrow = {"in_proj_b": heads, "in_proj_a": heads}
-            return in_proj, Router(hidden, narrow, False, self._table_product, self._placement)
+            return in_proj, Router(hidden, narrow, False, self._table_gemm, self._placement)
         parts = (sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim)
         of_group, order = groups.times(sum(parts)), ungrouped_rows(groups.count, parts)
-        in_proj = Linear(hidden, {"in_proj_qkvz": of_group}, False, self._product, self._placement, order=order)
+        in_proj = Linear(hidden, {"in_proj_qkvz": of_group}, False, self._gemm, self._placement, order=order)
         of_group, order = groups.times(2 * shared), ungrouped_rows(groups.count, (shared, shared))
-        gates = Router(hidden, {"in_proj_ba": of_group}, False, self._table_product, self._placement, order=order)
+        gates = Router(hidden, {"in_proj_ba": of_group}, False, self._table_gemm, self._placement, order=order)
         return in_proj, gates

@@ -19,8 +19,8 @@ from quire.runtime.attention.backend import LayerCache
 
 if TYPE_CHECKING:
     from quire.kernels.cuda.row_phases import Phase
+    from quire.runtime.layers.gemm import FusedMultiply
     from quire.runtime.layers.modules import HeadNorm
-    from quire.runtime.layers.product import FusedMultiply
 
 
 class Untraceable(Exception):
@@ -84,17 +84,17 @@ class RowWriter:
     ) -> RowSymbol:
         """Append the gemm of x, or of RMSNorm(x); with an activation, activation(gate) * up of it. Returns the result's
         symbol."""
-        outputs, kind = self._outputs(multiply), "product" if activation is None else "gated"
+        outputs, kind = self._outputs(multiply), "gemv" if activation is None else "gated"
         out = self._new(kind, outputs if activation is None else outputs // 2)
-        self._write_product(x, multiply, out, norm=norm, activation=activation)
+        self._write_gemv(x, multiply, out, norm=norm, activation=activation)
         return out
 
-    def add_product(self, target: RowSymbol, x: RowSymbol, multiply: FusedMultiply) -> None:
+    def add_gemv(self, target: RowSymbol, x: RowSymbol, multiply: FusedMultiply) -> None:
         """Append the gemm of x, added to the stream. Raises Untraceable if a vector computed from the stream is still
         unread: otherwise a slow thread block could still need the values that this phase overwrites."""
         if target is not self.stream or self._outputs(multiply) != target.width:
             raise Untraceable("a gemm is added to something other than the residual stream")
-        self._write_product(x, multiply, target, adds=True)
+        self._write_gemv(x, multiply, target, adds=True)
         if self._num_unread:
             raise Untraceable("the stream is changed while a vector computed from it is still unread")
 
@@ -123,16 +123,16 @@ class RowWriter:
         self.phases.append(phase)
         return out
 
-    def _write_product(
+    def _write_gemv(
         self, x: RowSymbol, multiply: FusedMultiply, out: RowSymbol, *, norm: Norm | None = None,
         activation: str | None = None, adds: bool = False,
     ) -> None:  # fmt: skip
-        from quire.kernels.cuda.row_phases import ProductPhase
+        from quire.kernels.cuda.row_phases import GemvPhase
 
         weight = multiply.row_weight
         assert weight is not None
         self._read(x)
-        self.phases.append(ProductPhase(weight, x.vector, out.vector, multiply.bias, norm, activation, adds))
+        self.phases.append(GemvPhase(weight, x.vector, out.vector, multiply.bias, norm, activation, adds))
 
     def _outputs(self, multiply: FusedMultiply) -> int:
         from quire.kernels.cuda.row_phases import count_outputs

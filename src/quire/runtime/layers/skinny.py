@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda.gated_product import gated_product, prefers_gated_product
+from quire.kernels.cuda.gated_gemm import gated_gemm, prefers_gated_gemm
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
+from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
+from quire.kernels.triton.gemm_skinny_plan import own_rows
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
-from quire.kernels.triton.products import Workspace, skinny_product
-from quire.kernels.triton.products_plan import own_rows
-from quire.runtime.layers.level_multiply import QuantizedPacker
-from quire.runtime.layers.product import BaseProduct, FusedMultiply, Multiply
+from quire.runtime.layers.gemm import BaseGemm, FusedMultiply, Multiply
+from quire.runtime.layers.quantized_multiply import QuantizedPacker
 from quire.runtime.quantization.weight import QuantizedWeight
 
 
@@ -39,13 +39,13 @@ class TritonMultiply(FusedMultiply):
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
         if self._is_few(x):
-            return skinny_product(x, self.weight, self.workspace, bias=self.bias, dependent=self._is_dependent(x))
+            return skinny_gemm(x, self.weight, self.workspace, bias=self.bias, dependent=self._is_dependent(x))
         return self._by_library(x)
 
     def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
         """Return the gemm of RMSNorm(x). `pending` is first added to x in place."""
         if self._fuses_norm(x, pending):
-            return skinny_product(
+            return skinny_gemm(
                 x, self.weight, self.workspace, bias=self.bias, norm=norm, dependent=self._is_dependent(x)
             )
         return self(self._normed(x, norm, pending))
@@ -56,11 +56,11 @@ class TritonMultiply(FusedMultiply):
         """Return activation(gate) * up of RMSNorm(x), for a weight whose first rows are gate and whose last are up."""
         if not self._is_few(x):
             normed, dependent = self._normed(x, norm, pending), self._is_dependent(x)
-            if prefers_gated_product(len(x), self.weight, self.bias):
-                return gated_product(normed, self.weight, activation, dependent=dependent)
+            if prefers_gated_gemm(len(x), self.weight, self.bias):
+                return gated_gemm(normed, self.weight, activation, dependent=dependent)
             return gate(self._by_library(normed), activation, dependent=dependent)
         within = norm if self._fuses_norm(x, pending) else None
-        return skinny_product(
+        return skinny_gemm(
             x if within else self._normed(x, norm, pending), self.weight, self.workspace,
             bias=self.bias, activation=activation, norm=within, dependent=self._is_dependent(x),
         )  # fmt: skip
@@ -68,7 +68,7 @@ class TritonMultiply(FusedMultiply):
     def add_to(self, target: Tensor, x: Tensor) -> None:
         """Add the gemm's result to `target` [tokens, out] in place. Leaves nothing pending."""
         if self._is_few(x):
-            skinny_product(
+            skinny_gemm(
                 x, self.weight, self.workspace,
                 bias=self.bias, residual=target, out=target, dependent=self._is_dependent(x),
             )  # fmt: skip
@@ -97,7 +97,7 @@ class TritonMultiply(FusedMultiply):
         return torch.mm(x, transposed) if self.bias is None else torch.addmm(self.bias, x, transposed)
 
 
-class TritonProduct(BaseProduct):
+class TritonGemm(BaseGemm):
     """Keeps the weight in its stored form, quantized or not. All weights of a model share one workspace."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 from quire.kernels.cuda.row_phases import ScaledRowsWeight
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
+from quire.kernels.triton.gemm_scaled_hopper_plan import takes_rows, takes_weight
+from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
+from quire.kernels.triton.gemm_skinny_plan import own_rows
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
-from quire.kernels.triton.products import Workspace, skinny_product
-from quire.kernels.triton.products_hopper_plan import takes_rows, takes_weight
-from quire.kernels.triton.products_plan import own_rows
 from quire.kernels.triton.quantize import quantize_rows
-from quire.runtime.layers.product import BaseProduct, FusedMultiply, Multiply
+from quire.runtime.layers.gemm import BaseGemm, FusedMultiply, Multiply
 from quire.runtime.quantization.fp8 import ScaledRows, multiply_scaled
 
 Rows = Tensor | ScaledRows  # [tokens, in]
@@ -54,14 +54,14 @@ class ScaledMultiply(FusedMultiply):
 
     def __call__(self, x: Rows) -> Tensor:  # [tokens, out]
         if isinstance(x, ScaledRows):
-            return self._product(x)
-        return self._by_kernel(x) if len(x) == 1 else self._product(self._quantized(x))
+            return self._gemm(x)
+        return self._by_kernel(x) if len(x) == 1 else self._gemm(self._quantized(x))
 
     def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
         """Return the gemm of RMSNorm(x). `pending` is first added to x in place."""
         if len(x) == 1 and pending is None:
             return self._by_kernel(x, norm=norm)
-        return self._product(self._normed(x, norm, pending))
+        return self._gemm(self._normed(x, norm, pending))
 
     def gated(self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None) -> Rows:  # [tokens, out / 2]
         """Return activation(gate) * up of RMSNorm(x), for a weight whose first rows are gate and whose last are up."""
@@ -86,7 +86,7 @@ class ScaledMultiply(FusedMultiply):
         self._by_kernel(small, residual=target)
         return None
 
-    def _product(self, x: ScaledRows) -> Tensor:
+    def _gemm(self, x: ScaledRows) -> Tensor:
         return self._by_kernel(x) if self._is_own(len(x.numbers)) else self._by_library(x)
 
     def _is_own(self, rows: int) -> bool:
@@ -104,22 +104,22 @@ class ScaledMultiply(FusedMultiply):
         if out is None:
             out = torch.empty(len(numbers), outputs, dtype=self.dtype, device=numbers.device)
         if scale is not None and self._is_wide(len(numbers)):
-            from quire.kernels.triton.products_hopper import scaled_product  # its language is not in every Triton
+            from quire.kernels.triton.gemm_scaled_hopper import scaled_gemm  # its language is not in every Triton
 
-            return scaled_product(
+            return scaled_gemm(
                 numbers, self.weight.numbers, self.workspace,
                 x_scale=scale, weight_scale=self.weight.scale, bias=self.bias, residual=residual,
                 activation=activation, out=out, dependent=self._is_dependent(len(numbers)),
             )  # fmt: skip
-        return skinny_product(
+        return skinny_gemm(
             numbers, self.weight.numbers, self.workspace,
             bias=self.bias, residual=residual, x_scale=scale, weight_scale=self.weight.scale,
             activation=activation, norm=norm, out=out, dependent=self._is_dependent(len(numbers)),
         )  # fmt: skip
 
     def _by_library(self, x: ScaledRows) -> Tensor:
-        product = multiply_scaled(x, self.weight, self.dtype)
-        return product if self.bias is None else product.add_(self.bias)
+        result = multiply_scaled(x, self.weight, self.dtype)
+        return result if self.bias is None else result.add_(self.bias)
 
     def _normed(self, x: Tensor, norm: Norm, pending: Tensor | None) -> ScaledRows:
         out, dependent = self._small(*x.shape), self._is_dependent(len(x))
@@ -143,7 +143,7 @@ class ScaledMultiply(FusedMultiply):
         return ScaledRows(numbers, torch.empty(rows, dtype=torch.float32, device=device))
 
 
-class Float8Product(BaseProduct):
+class Float8Gemm(BaseGemm):
     """Quantizes weights to float8 when they are packed. All weights of a model share one workspace."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:

@@ -20,10 +20,10 @@ from quire.runtime.quantization.mxfp4 import GROUP, SCALES, Mxfp4Weight
 from quire.runtime.quantization.weight import StoredWeight
 
 if TYPE_CHECKING:
+    from quire.kernels.triton.gemm_w4 import PackedW4
     from quire.kernels.triton.grouped import Routing
-    from quire.kernels.triton.nibble_products import PackedNibbles
     from quire.runtime.layers.expert_adapters import StackedExpertAdapters
-    from quire.runtime.layers.expert_products import AnyStack
+    from quire.runtime.layers.expert_gemms import AnyStack
 
 
 class ExpertLinear(WeightLayer):
@@ -60,7 +60,7 @@ class ExpertLinear(WeightLayer):
             begin += each.count
         self._stack: AnyStack | None = None
         self._coming: dict[str, Mxfp4Weight] = {}  # matrices of the expert being loaded, by name
-        self._packed: list[PackedNibbles] = []  # of the experts loaded before it
+        self._packed: list[PackedW4] = []  # of the experts loaded before it
 
     @property
     def stack(self) -> AnyStack:
@@ -107,7 +107,7 @@ class ExpertLinear(WeightLayer):
     def finish(self) -> None:
         from quire.kernels.triton.grouped import Stack
         from quire.kernels.triton.quantize import quantize_rows
-        from quire.runtime.layers.expert_products import stack_packed
+        from quire.runtime.layers.expert_gemms import stack_packed
 
         weight, bias = self.weight.data, None if self.bias is None else self.bias.data
         self._stack = Stack(weight, None, bias)
@@ -134,14 +134,14 @@ class ExpertLinear(WeightLayer):
         return whole.data[int(expert) - self.experts.start, self.spans[name]]
 
 
-def _packed(parts: list[Mxfp4Weight]) -> PackedNibbles:
+def _packed(parts: list[Mxfp4Weight]) -> PackedW4:
     """Pack one expert's matrices, outputs concatenated."""
-    from quire.kernels.triton.nibble_products import pack_nibbles
+    from quire.kernels.triton.gemm_w4 import pack_w4
 
     blocks, exponents = torch.cat([each.blocks for each in parts]), torch.cat([each.exponents for each in parts])
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
     scales = SCALES.to(exponents.device).bfloat16()[exponents.int()]  # powers of two: exact
-    return pack_nibbles(codes, scales, None)
+    return pack_w4(codes, scales, None)
 
 
 def _add_adapters(out: Tensor, x: Tensor, linear: ExpertLinear, routing: Routing, *, dependent: bool) -> None:
@@ -172,7 +172,7 @@ class StackedExperts(nn.Module):
         self._activation, self._ops, self._dependent_rows = activation, ops, dependent_rows
 
     @property
-    def products(self) -> dict[str, tuple[ExpertLinear, ...]]:
+    def gemms(self) -> dict[str, tuple[ExpertLinear, ...]]:
         """The linear layers of all experts, by the name of the gemm."""
         return {"gate_up_proj" if self._is_gated else "up_proj": (self.first,), "down_proj": (self.down_proj,)}
 
@@ -186,7 +186,7 @@ class StackedExperts(nn.Module):
         rows: Tensor | None = None, factors: Tensor | None = None, score_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         from quire.kernels.triton.grouped import combine, route
-        from quire.runtime.layers.expert_products import multiply, multiply_gated, plan_experts, takes_gated
+        from quire.runtime.layers.expert_gemms import multiply, multiply_gated, plan_experts, takes_gated
 
         up, down, used = self.first.stack, self.down_proj.stack, experts.num_used
         plan = plan_experts(up, down, len(x) * used, experts.num, x)

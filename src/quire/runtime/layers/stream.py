@@ -15,6 +15,7 @@ from quire.kernels.native.program import Symbol
 
 if TYPE_CHECKING:
     from quire.runtime.layers.adapted import ActiveAdapters
+    from quire.runtime.layers.layer_norm import LayerNorm
     from quire.runtime.layers.linear import Linear
 
 Value = Any  # a tensor [tokens, size], a Symbol while a program is traced, or quantized rows
@@ -67,9 +68,9 @@ class Stream:
             self.settle()
             self._add(change, scale)
 
-    def replace_by_norm(self, norm: StreamNorm) -> None:
+    def replace_by_norm(self, norm: LayerNorm) -> None:
         """Replace the stream by its norm, for models with a norm after every residual addition."""
-        self.x = norm.of(self.settle())
+        self.x = norm.replace(self.settle())
 
     def scale(self, factor: float) -> None:
         """Multiply the stream by `factor` in place."""

@@ -62,8 +62,8 @@ class TextAttention(nn.Module):
         """Attend. qkv: [tokens, (query + 2 * kv heads) * dim], may be overwritten -> [tokens, query heads * dim]."""
         assert change is None, "encoders have no LoRA adapters"
         heads = self._heads
-        by_head, is_turned = qkv.view(len(qkv), -1, heads.dim), norm is not None or self.rotary is not None
-        parts = self._turned(by_head, texts, norm) if is_turned else (by_head,)
+        by_head, is_changed = qkv.view(len(qkv), -1, heads.dim), norm is not None or self.rotary is not None
+        parts = self._normed_and_rotated(by_head, texts, norm) if is_changed else (by_head,)
         if texts.places is not None and texts.mask is not None:
             num_texts, longest = texts.mask.shape[0], texts.mask.shape[-1]
             cells = num_texts * longest
@@ -78,7 +78,7 @@ class TextAttention(nn.Module):
             begin += count * length
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _turned(self, by_head: Tensor, texts: Texts, norm: HeadNorm | None) -> tuple[Tensor, ...]:
+    def _normed_and_rotated(self, by_head: Tensor, texts: Texts, norm: HeadNorm | None) -> tuple[Tensor, ...]:
         """Return query and key heads, normed and rotated, and value heads."""
         heads = self._heads
         qk, value = torch.split(by_head, [heads.num_query + heads.num_kv, heads.num_kv], dim=1)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from quire.config.model import ModelConfig, StoredLevels, WeightCounts
+from quire.config.model import ModelConfig
+from quire.config.weight_counts import StoredLevels, WeightCounts
 from quire.runtime.layers.weights import WeightLayer
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import ModelFiles, files_at

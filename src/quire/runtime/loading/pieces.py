@@ -33,7 +33,7 @@ class Piece:
         inner = stored[1:][::-1] if self.transposed else stored[1:]
         return (len(range(*self._outputs(inner[0]).indices(inner[0]))), *inner[1:]) if inner else ()
 
-    def turned(self, stored: Shape, wanted: Shape | None) -> Piece:
+    def transposed_to(self, stored: Shape, wanted: Shape | None) -> Piece:
         """Return the piece, transposed if only then a tensor of shape `stored` gives one of shape `wanted`."""
         if not self.either_way or wanted is None or self.shape(stored) == wanted:
             return self

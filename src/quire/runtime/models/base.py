@@ -14,7 +14,7 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
-from quire.runtime.layers.expert_adapters import ExpertProduct
+from quire.runtime.layers.expert_adapters import ExpertGemm
 from quire.runtime.layers.experts import SeparateExperts
 from quire.runtime.layers.latent import LatentAttention
 from quire.runtime.layers.linear import Linear
@@ -165,15 +165,15 @@ class BaseModel(nn.Module):
         found: dict[str, Linear | TiedHead] = dict(_linears(blocks, paths[id(blocks)]))
         return found | ({paths[id(head)]: head} if isinstance(head, Linear | TiedHead) else {})
 
-    def adapted_experts(self) -> dict[str, ExpertProduct]:
+    def adapted_experts(self) -> dict[str, ExpertGemm]:
         """Return the gemms of routed experts that LoRA adapters may change, by path."""
         blocks = self._parts[1]
         (path,) = (path for path, module in self.named_modules() if module is blocks)
         return {
-            f"{where}.{name}": ExpertProduct(module.own, linears)
+            f"{where}.{name}": ExpertGemm(module.own, linears)
             for where, module in blocks.named_modules(prefix=path)
             if isinstance(module, SeparateExperts | StackedExperts)
-            for name, linears in module.products.items()
+            for name, linears in module.gemms.items()
         }
 
     @property

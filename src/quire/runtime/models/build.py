@@ -7,12 +7,13 @@ from dataclasses import astuple, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.config.adapter_memory import OUTPUT_STEP
 from quire.config.engine import DeviceConfig
-from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig, WeightCounts
+from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig
 from quire.config.parallel import ParallelConfig
+from quire.config.weight_counts import WeightCounts
 from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
@@ -164,10 +165,14 @@ class _Outlined(OneRank):
 
 def _count(model: BaseModel | BaseEncoder) -> WeightCounts:
     inside = {id(layer) for blocks in model.modules() if isinstance(blocks, Blocks) for layer in blocks.modules()}
-    parameters = in_blocks = outputs = int4_parameters = int4_bytes = plain = 0
+    seeing = model.tower if isinstance(model, BaseModel) else None
+    in_tower = {id(layer) for layer in seeing.modules()} if isinstance(seeing, nn.Module) else set()
+    parameters = in_blocks = outputs = int4_parameters = int4_bytes = plain = tower = 0
     for layer, parts in weight_layers(model):
         shapes = [layer.held_shape(part) for part in parts.values() for _ in range(layer.copies(part))]
-        parameters += sum(map(math.prod, shapes))
+        size = sum(map(math.prod, shapes))
+        parameters += size
+        tower += size if id(layer) in in_tower else 0
         if layer.is_quantizable and id(layer) in inside:
             matrices = [shape for shape in shapes if len(shape) == 2]
             in_blocks += sum(map(math.prod, matrices))
@@ -179,7 +184,9 @@ def _count(model: BaseModel | BaseEncoder) -> WeightCounts:
                 int4_parameters, int4_bytes = int4_parameters + held, int4_bytes + num_bytes
         elif isinstance(layer, Linear):
             plain += sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-    return WeightCounts(parameters, in_blocks, outputs, *_count_adapted(model), int4_parameters, int4_bytes, plain)
+    return WeightCounts(
+        parameters, in_blocks, outputs, *_count_adapted(model), int4_parameters, int4_bytes, plain, tower
+    )
 
 
 def _count_int4(size: int, num_inputs: int) -> tuple[int, int]:
@@ -195,8 +202,8 @@ def _count_adapted(model: BaseModel | BaseEncoder) -> tuple[int, int, int]:
     """Return the fields of `WeightCounts` about layers that LoRA adapters may change."""
     if not isinstance(model, BaseModel):
         return 0, 0, 0
-    layers, products = model.adapted_layers().values(), model.adapted_experts().values()
-    of_experts = sum(len(product.experts) * _adapted_width(product.first) for product in products)
+    layers, gemms = model.adapted_layers().values(), model.adapted_experts().values()
+    of_experts = sum(len(gemm.experts) * _adapted_width(gemm.first) for gemm in gemms)
     return sum(map(_adapted_width, layers)), max((layer.num_parts for layer in layers), default=0), of_experts
 
 

@@ -55,7 +55,7 @@ class DeepseekAttention(nn.Module):
             hidden, first | {"kv_a_proj_with_mqa": config.heads.dim}, stored=stored | latents
         )
         self.kv_a_layernorm = build.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
-        self.kv_b_proj = build.latent_products(config)
+        self.kv_b_proj = build.latent_expansion(config)
         self.attention, self.indexer = build.latent_attention(config, layer), chooser_of(config, layer, build)
         self.o_proj = build.row_linear("o_proj", config.heads, hidden, bias=False, dim=latent.value_dim)
 

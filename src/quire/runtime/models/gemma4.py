@@ -55,7 +55,7 @@ class Gemma4Block(GemmaBlock):
         super().__init__(config, layer, build)
         self.layer_scalar = build.scalar("layer_scalar")
         self.side_input = SideInput(config, layer, build) if config.per_layer_input else None
-        self.side_experts = build.side_experts(config) if config.experts is not None else None
+        self.side_experts = build.experts.side_experts(config) if config.experts is not None else None
 
     def feed_forward(self, x: Stream) -> Projected | Value:
         fed = super().feed_forward(x)

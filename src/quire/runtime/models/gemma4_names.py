@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.runtime.layers.builder import SIDE_NORMS
+from quire.runtime.layers.expert_layers import SIDE_NORMS
 from quire.runtime.models.family import text_model_name, with_module_path
 
 # Modules of our model, and the prefixes of layers in them that checkpoints store one level higher.

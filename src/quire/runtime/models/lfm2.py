@@ -45,7 +45,7 @@ class Lfm2Block(nn.Module):
         if experts is None or layer in experts.dense_layers:
             self.feed_forward = build.gated_mlp(hidden, config.intermediate_size, "silu", bias=False, names=_NAMES)
         else:
-            self.feed_forward = build.moe_mlp(config, _NAMES)
+            self.feed_forward = build.experts.moe_mlp(config, _NAMES)
         self._mixer = (self.conv if config.is_recurrent(layer) else self.self_attn,)  # in a tuple: not a child twice
 
     def forward(self, x: Stream, step: ForwardStep) -> None:

@@ -60,7 +60,7 @@ class MambaBlock(nn.Module):
 class GraniteBlock(MambaBlock):
     def make_mlp(self, config: ModelConfig, build: LayerBuilder) -> nn.Module:
         if config.experts is not None:
-            return build.moe_mlp(config, GATED, shared=_SHARED)
+            return build.experts.moe_mlp(config, GATED, shared=_SHARED)
         size = config.intermediate_size
         return SharedExpert(build.gated_mlp(config.hidden_size, size, "silu", bias=False, names=_SHARED))
 

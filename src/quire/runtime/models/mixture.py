@@ -37,7 +37,7 @@ class MixtralBlock(nn.Module):
         self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
         self.self_attn = self.attention(config, layer, build)
         self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
-        self.block_sparse_moe = build.moe_mlp(config, self.names, shared=self.shared)
+        self.block_sparse_moe = build.experts.moe_mlp(config, self.names, shared=self.shared)
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         x.add(self.self_attn(self.input_layernorm(x), step), scale=self._scale)
@@ -61,7 +61,7 @@ class QwenMoeBlock(nn.Module):
         if layer in experts.dense_layers:
             self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=False)
         else:
-            self.mlp = build.moe_mlp(config, router=self.router)
+            self.mlp = build.experts.moe_mlp(config, router=self.router)
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         x.add(self.self_attn(self.input_layernorm(x), step))

@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.config.model import ModelConfig, MtpHead, StoredLevels, WeightCounts
+from quire.config.model import ModelConfig, MtpHead
+from quire.config.weight_counts import StoredLevels, WeightCounts
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import LentModule

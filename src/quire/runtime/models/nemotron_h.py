@@ -1,5 +1,5 @@
 """Nemotron-H and Nemotron 3: each layer is a Mamba-2 layer, attention without rotary positions, an MLP that squares the
-positive activations, or a mixture of experts that are such MLPs.
+positive activations, or a mixture of experts that are such MLPs, perhaps between projections to latents and back.
 
 transformers bounds the step sizes of prompts, and not those of single tokens, by `time_step_min`; here nothing does.
 """
@@ -52,7 +52,7 @@ class NemotronHBlock(nn.Module):
         elif config.attends(layer):
             self.mixer = DecoderAttention(config, layer, build)
         elif experts is not None and layer not in experts.dense_layers:
-            self.mixer = build.moe_mlp(config)
+            self.mixer = build.experts.moe_mlp(config)
         else:
             self.mixer = build.plain_mlp(hidden, config.intermediate_size, config.activation, bias=config.mlp_bias)
         self._is_mlp = layer in config.mlp_layers
@@ -107,14 +107,13 @@ def _read_experts(config: Fields, layers: tuple[int, ...]) -> Experts | None:
     if not layers:
         return None
     refuse_set(config, "mlp_bias", usual=False)
-    if config.raw("moe_latent_size") is not None:
-        raise config.refuse("moe_latent_size", "experts between latent projections are not supported")
+    latent = config.optional_integer("moe_latent_size", least=1)
     if config.integer("n_shared_experts", 1) != 1:
         raise config.refuse("n_shared_experts", "must be 1")
     others = tuple(layer for layer in range(config.integer("num_hidden_layers")) if layer not in layers)
     experts = read_sigmoid_experts(config, Experts(8, 2, 7_688), others, shared=None)
     size = config.integer("moe_shared_expert_intermediate_size", 7_688, least=1)
-    return replace(experts, shared_size=size, is_gated=False)
+    return replace(experts, shared_size=size, is_gated=False, latent_size=latent or 0)
 
 
 def _read_mamba(config: Fields, layers: tuple[int, ...]) -> Recurrent | None:
@@ -125,7 +124,9 @@ def _read_mamba(config: Fields, layers: tuple[int, ...]) -> Recurrent | None:
     return check_recurrent(config, sizes, _SIZES) if layers else None
 
 
-def rename(name: str) -> str:
+def rename(name: str) -> str | None:
+    if name.startswith("mtp."):  # a head that drafts tokens
+        return None
     for theirs, ours in _RENAMED.items():
         if name.startswith(theirs):
             name = ours + name.removeprefix(theirs)

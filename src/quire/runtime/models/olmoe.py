@@ -36,7 +36,7 @@ class FlexOlmoBlock(nn.Module):
         hidden, eps = config.hidden_size, config.norm_eps
         self.self_attn = Olmo2Attention(config, layer, build)
         self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
-        self.mlp = build.moe_mlp(config)
+        self.mlp = build.experts.moe_mlp(config)
         self.post_feedforward_layernorm = build.rms_norm("post_feedforward_layernorm", hidden, eps)
 
     def forward(self, x: Stream, step: ForwardStep) -> None:

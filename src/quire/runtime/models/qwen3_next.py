@@ -58,7 +58,7 @@ class HybridBlock(nn.Module):
         if experts is None or layer in experts.dense_layers:
             self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=False)
         else:
-            self.mlp = build.moe_mlp(config)
+            self.mlp = build.experts.moe_mlp(config)
         self._mixer = (
             self.linear_attn if config.is_recurrent(layer) else self.self_attn,
         )  # in a tuple: not a child twice

@@ -13,8 +13,8 @@ from quire.config.model import ModelConfig
 from quire.runtime.attention.backend import ChunkSpan, LayerCache
 from quire.runtime.attention.reference import ReferenceAttention
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.gemm import Multiply
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.product import Multiply
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.layers.weights import WeightLayer, weight_layers
@@ -46,6 +46,12 @@ class PlainModel:
         self.model: BaseModel = build_model(config, LayerBuilder(settings, config.heads))
         self.embedding, self.blocks, self.norm, self.head = self.model.parts
         self._layers = list(weight_layers(self.model))
+
+    @property
+    def in_front(self) -> list[WeightLayer]:
+        """The layers outside of the blocks, the last norm and the head: the embedding and others that `embed` reads."""
+        behind = {id(each) for part in (self.blocks, self.norm, self.head) for each in part.modules()}
+        return [layer for layer, _ in self._layers if id(layer) not in behind]
 
     def parts_of(self, module: nn.Module) -> list[tuple[WeightLayer, dict[str, str]]]:
         inside = {id(each) for each in module.modules()}

@@ -135,7 +135,8 @@ class _Writer:
         calibration, rounded = None, PlainModel(self._config, self._device)
         if self._recipe.texts:
             calibration = Calibration(self._config, self._recipe.texts, self._device)
-            self._model.fill(self._model.embedding, self._read(self._model.embedding))
+            for layer in self._model.in_front:
+                self._model.fill(layer, self._read(layer))
             calibration.embed(self._model)
         count = 0
         for number, block in enumerate(self._model.blocks):

@@ -2,7 +2,7 @@
 
 A new kind of drafter is a class that implements Drafter, created in `make.py` for a method name of
 `config/speculation.py`. It may read the worker's rows and cache, and the target's hidden states through `Blocks.tap`,
-as EAGLE heads do. The engine needs no change: `RuntimeDraftProposers` orders drafts of any method but `ngram`.
+as EAGLE heads do. The engine needs no change: `RuntimeDraftProposers` requests drafts of any method but `ngram`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.types.step import BlockCopy, RowDraft, StepPlan
 class Drafter(Protocol):
     """Proposes tokens that may follow the rows of a step. It sees every step, in order, and may keep its own cache.
 
-    The target verifies every draft, so a wrong draft never changes what is sampled. In steps without orders a drafter
+    The target verifies every draft, so a wrong draft never changes what is sampled. In steps without requests a drafter
     must not wait for the device.
     """
 
@@ -35,7 +35,7 @@ class Drafter(Protocol):
         """Make the drafts of plan.drafts, given what each of plan.sample_rows sampled: [samples] int64, negative if it
         failed.
 
-        Called after every step, with or without orders. Rows already hold their samples, except rows that verified a
+        Called after every step, with or without requests. Rows already hold their samples, except rows that verified a
         draft: they still hold the draft, and the samples show how much of it is accepted.
         """
 

@@ -26,7 +26,7 @@ from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.warmup import WarmupLeft
 from quire.runtime.worker.worker import Worker
 from quire.types.adapters import NO_ADAPTER
-from quire.types.step import BlockCopy, Chunk, DraftOrder, NewRow, RowDraft, RowTokens, StepPlan
+from quire.types.step import BlockCopy, Chunk, DraftRequest, NewRow, RowDraft, RowTokens, StepPlan
 
 _ALL = 2**31
 
@@ -42,12 +42,12 @@ class _RowState:
 
 
 @dataclass(frozen=True, slots=True)
-class _OrderedDrafts:
-    """Rows for which drafts were ordered after a step, and the tensor, on its way to the host, with their new
+class _RequestedDrafts:
+    """Rows for which drafts were requested after a step, and the tensor, on its way to the host, with their new
     tokens."""
 
-    orders: tuple[DraftOrder, ...]
-    states: tuple[_RowState, ...]  # of each order's row
+    requests: tuple[DraftRequest, ...]
+    states: tuple[_RowState, ...]  # of each request's row
     samples: tuple[range, ...]  # indices of each row's samples among those of the plan
     counts: tuple[int, ...]  # new tokens of each row
     found: Tensor  # [tokens of all of them, then all samples], int64
@@ -64,11 +64,11 @@ class DraftPass:
 
 class ModelDrafter:
     """Implements Drafter. `target`: the rows of the target's worker. `budget`: the most tokens of a catch-up pass; a
-    row that is still behind gets no draft and continues with its next order.
+    row that is still behind gets no draft and continues with its next request.
 
     A draft depends on the step's samples. With `defers` the host does not wait for them: the draft is made when the
     step's result is read, which then must happen in the thread that launches steps. Without it, the host waits in steps
-    with orders, and the drafts are computed while it continues.
+    with requests, and the drafts are computed while it continues.
 
     `shift`: tokens at the start of a target row that the draft worker's row leaves out. `keeps_draft_cache`: keys and
     values computed for a draft stay valid as far as the draft is accepted.
@@ -91,11 +91,13 @@ class ModelDrafter:
 
     def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
         self._mirror(plan)
-        orders = tuple(order for order in plan.drafts if order.row in self._states)
-        if not orders:
+        requests = tuple(request for request in plan.drafts if request.row in self._states)
+        if not requests:
             return NO_DRAFTS
-        ordered = self._collect(plan, orders, token_ids)
-        return Pending((ordered.found,), partial(self._draft_now, ordered)) if self._defers else self._draft(ordered)
+        requested = self._collect(plan, requests, token_ids)
+        return (
+            Pending((requested.found,), partial(self._draft_now, requested)) if self._defers else self._draft(requested)
+        )
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Do nothing: the draft worker copies its blocks after the step has run; nothing writes to them before."""
@@ -136,30 +138,30 @@ class ModelDrafter:
                 state = self._states[row]
                 state.num_kept = min(state.num_kept, slot * size)
 
-    def _collect(self, plan: StepPlan, orders: tuple[DraftOrder, ...], token_ids: Tensor) -> _OrderedDrafts:
-        places, rows = samples_of(plan), [order.row for order in orders]
+    def _collect(self, plan: StepPlan, requests: tuple[DraftRequest, ...], token_ids: Tensor) -> _RequestedDrafts:
+        places, rows = samples_of(plan), [request.row for request in requests]
         states, lengths = tuple(self._states[row] for row in rows), self._target.lengths[rows].tolist()
         starts = [each.num_final + self.shift for each in states]
         spans = [Span(row, start, length) for row, start, length in zip(rows, starts, lengths, strict=True)]
         samples = tuple(places.get(row, range(0)) for row in rows)
         counts = tuple(span.stop - span.start for span in spans)
-        return _OrderedDrafts(orders, states, samples, counts, tokens_of(self._target, spans, token_ids))
+        return _RequestedDrafts(requests, states, samples, counts, tokens_of(self._target, spans, token_ids))
 
     @torch.inference_mode()
-    def _draft_now(self, ordered: _OrderedDrafts, found: Tensor) -> tuple[RowDraft, ...]:
-        """Return the drafts, given `ordered.found` on the host. Waits for the device."""
-        drafts = self._draft(ordered, found)
+    def _draft_now(self, requested: _RequestedDrafts, found: Tensor) -> tuple[RowDraft, ...]:
+        """Return the drafts, given `requested.found` on the host. Waits for the device."""
+        drafts = self._draft(requested, found)
         if not drafts.tensors:
             return drafts.finish(())
         sizes = [len(tensor) for tensor in drafts.tensors]
         return drafts.finish(torch.split(torch.cat(drafts.tensors).cpu(), sizes))
 
-    def _draft(self, ordered: _OrderedDrafts, found: Tensor | None = None) -> Pending[tuple[RowDraft, ...]]:
+    def _draft(self, requested: _RequestedDrafts, found: Tensor | None = None) -> Pending[tuple[RowDraft, ...]]:
         """Launch the drafts; without `found`, wait for the device first. Rows that were reassigned since get none."""
-        writes = self._record_accepted(ordered, (ordered.found.cpu() if found is None else found).numpy())
-        pairs = zip(ordered.orders, ordered.states, strict=True)
-        orders = [order for order, state in pairs if self._is_current(order, state)]
-        tasks, passes = self._catch_up(orders, writes)
+        writes = self._record_accepted(requested, (requested.found.cpu() if found is None else found).numpy())
+        pairs = zip(requested.requests, requested.states, strict=True)
+        requests = [request for request, state in pairs if self._is_current(request, state)]
+        tasks, passes = self._catch_up(requests, writes)
         for place in range(2, max((task.num_tokens for task in tasks), default=0) + 1):
             rows = [task.row for task in tasks if task.num_tokens >= place]
             self._before_next_pass(rows, passes[-1])
@@ -168,37 +170,39 @@ class ModelDrafter:
         read = partial(_read, states, [each.rows for each in passes])
         return Pending(tuple(each.token_ids for each in passes), read)
 
-    def _is_current(self, order: DraftOrder, state: _RowState) -> bool:
-        """Whether the row still belongs to the sequence for which the draft was ordered."""
-        return self._states.get(order.row) is state
+    def _is_current(self, request: DraftRequest, state: _RowState) -> bool:
+        """Whether the row still belongs to the sequence for which the draft was requested."""
+        return self._states.get(request.row) is state
 
-    def _record_accepted(self, ordered: _OrderedDrafts, found: Longs) -> tuple[RowTokens, ...]:
+    def _record_accepted(self, requested: _RequestedDrafts, found: Longs) -> tuple[RowTokens, ...]:
         """Update the state of rows with the tokens accepted since their last draft. Returns the tokens to write to the
         draft worker's rows."""
-        *tails, sampled = np.split(found, np.cumsum(ordered.counts))
+        *tails, sampled = np.split(found, np.cumsum(requested.counts))
         writes = []
-        for order, each, tail, samples in zip(ordered.orders, ordered.states, tails, ordered.samples, strict=True):
-            if not self._is_current(order, each):
+        for request, each, tail, samples in zip(
+            requested.requests, requested.states, tails, requested.samples, strict=True
+        ):
+            if not self._is_current(request, each):
                 continue
             truth = accepted(tail, sampled[samples.start : samples.stop])
             if self.keeps_draft_cache and each.num_computed == each.num_final:
                 each.num_computed += _common_prefix(each.draft[:-1], truth)
             each.num_computed, each.num_kept = min(each.num_computed, each.num_kept), _ALL
-            writes.append(RowTokens(order.row, each.num_final, np.asarray(truth, dtype=np.int32)))
+            writes.append(RowTokens(request.row, each.num_final, np.asarray(truth, dtype=np.int32)))
             each.num_final, each.draft = each.num_final + len(truth), ()
         return tuple(writes)
 
     def _catch_up(
-        self, orders: Sequence[DraftOrder], writes: tuple[RowTokens, ...]
-    ) -> tuple[list[DraftOrder], list[DraftPass]]:
+        self, requests: Sequence[DraftRequest], writes: tuple[RowTokens, ...]
+    ) -> tuple[list[DraftRequest], list[DraftPass]]:
         """Compute missing tokens within the budget. Rows that are up to date then sample their first draft token.
-        Returns their orders, and the pass if there was one."""
-        tasks: list[DraftOrder] = []
+        Returns their requests, and the pass if there was one."""
+        tasks: list[DraftRequest] = []
         ones: list[int] = []
         chunks: list[Chunk] = []
         budget = self._budget
-        for order in orders:
-            row, state = order.row, self._states[order.row]
+        for request in requests:
+            row, state = request.row, self._states[request.row]
             start = self._coverage.start(row, state.num_final, min(state.num_computed, state.num_final - 1))
             count = min(state.num_final - start, budget)
             if count <= 0:
@@ -208,7 +212,7 @@ class ModelDrafter:
             self._coverage.fill(row, state.num_computed)
             is_done = state.num_computed == state.num_final
             if is_done:
-                tasks.append(order)
+                tasks.append(request)
             if is_done and count == 1:
                 ones.append(row)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from quire.config.engine import CacheConfig
+from quire.config.parallel import NO_PARALLEL, RankPlace
 from quire.config.tiers import TierConfig
 from quire.runtime.tiers.disk_store import DiskStore
 from quire.runtime.tiers.folder import PrivateFolder
@@ -20,6 +21,8 @@ from quire.runtime.transport.make import make_transport
 from quire.runtime.transport.sealed import layout_digest
 from quire.runtime.worker.cache import KVCache
 
+_ONE = NO_PARALLEL.place(0)
+
 
 def check_folder(tiers: TierConfig) -> None:
     """Create the folder of a configured disk tier. Raises ConfigError if it cannot be used."""
@@ -27,8 +30,8 @@ def check_folder(tiers: TierConfig) -> None:
         PrivateFolder(tiers.disk_path).close()
 
 
-def make_tiers(cache: KVCache, config: CacheConfig, *, triton: bool) -> Tiers:
-    """Build the tiers of one cache. `triton` says whether the model runs on Triton kernels.
+def make_tiers(cache: KVCache, config: CacheConfig, place: RankPlace = _ONE, *, triton: bool) -> Tiers:
+    """Build the tiers of the cache of one rank. `triton` says whether the model runs on Triton kernels.
 
     Reserves addresses for all of the host tier, opens the folder of the disk tier and the KV transport: raises
     ConfigError if one of them cannot be used.
@@ -42,19 +45,20 @@ def make_tiers(cache: KVCache, config: CacheConfig, *, triton: bool) -> Tiers:
         link = _make_link(cache, host, "auto" if triton else "copies")
         disk: Disk = DiskStore(PrivateFolder(tiers.disk_path), host.bytes_of) if tiers.disk_path else NoDisk()
         undo.callback(disk.close)
-        remote = _make_remote(cache, config, host)
+        remote = _make_remote(cache, config, host, place)
         undo.pop_all()
     return CacheTiers(host, link, disk, remote)
 
 
-def _make_remote(cache: KVCache, config: CacheConfig, host: HostStore) -> Remote:
-    """Open the KV transport. The digest of the layout names rank 0 of 1: with more ranks, each would hold a part of
-    every block."""
+def _make_remote(cache: KVCache, config: CacheConfig, host: HostStore, place: RankPlace) -> Remote:
+    """Open the rank's KV transport."""
     if config.tiers.transport is None:
         return NO_REMOTE
     blocks = cache.blocks
-    layout = layout_digest(config.namespace, str(blocks.dtype), (blocks.shape[0], blocks.shape[2]), 0, 1)
-    return RemoteStore(make_transport(config.tiers.transport, layout, host.slot_bytes), host.bytes_of)
+    layout = layout_digest(config.namespace, str(blocks.dtype), (blocks.shape[0], blocks.shape[2]), place)
+    return RemoteStore(
+        make_transport(config.tiers.transport.of_rank(place.rank), layout, host.slot_bytes), host.bytes_of
+    )
 
 
 def _make_host(cache: KVCache, num_slots: int) -> HostStore:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 from hashlib import blake2b
 
+from quire.config.parallel import RankPlace
 from quire.runtime.transport.base import TransportError
 
 KEY_BYTES = 32
@@ -15,10 +16,12 @@ _DIGEST_BYTES = 32
 SEAL_BYTES = _FIELDS.size + _DIGEST_BYTES
 
 
-def layout_digest(namespace: str, dtype: str, shape: tuple[int, int], rank: int, num_ranks: int) -> bytes:
+def layout_digest(namespace: str, dtype: str, shape: tuple[int, int], place: RankPlace) -> bytes:
     """Return a digest of everything that two engines must agree on for one to read a block of the other: the model's
-    namespace (weights, dtypes, block size), the dtype and shape of a block in host memory, and the share of a rank."""
-    text = "\0".join((namespace, dtype, *map(str, shape), str(rank), str(num_ranks)))
+    namespace (weights, dtypes, block size), the dtype and shape of a block in host memory, and the part of a block
+    that a rank has."""
+    part = place.rank, place.config.tensor, place.config.pipeline
+    text = "\0".join((namespace, dtype, *map(str, shape), *map(str, part)))
     return blake2b(text.encode(), digest_size=32, person=b"quire layout").digest()
 
 

@@ -27,12 +27,12 @@ class ImageRows:
 
     An image's vectors are computed in the first step that needs some of them, and cached by the image's content hash.
     The cache keeps those of images that a row has computed only in part, and the most recently used others, up to
-    `capacity` tokens in total.
+    `capacity` tokens in total. Later pipeline stages have no tower, because vectors replace embeddings.
     """
 
     def __init__(
-        self, tower: VisionTower, vision: Vision, num_rows: int, limits: ImageLimits | None, device: torch.device,
-        uploader: Uploader, tables: tuple[Tensor, ...] = (), block_size: int = 1,
+        self, tower: VisionTower | None, vision: Vision, num_rows: int, limits: ImageLimits | None,
+        device: torch.device, uploader: Uploader, tables: tuple[Tensor, ...] = (), block_size: int = 1,
     ) -> None:  # fmt: skip
         """`tables`: all block tables [rows, blocks]. `limits`: None: as few vectors are kept as possible."""
         self._tower, self._vision, self._uploader = tower, vision, uploader
@@ -102,10 +102,12 @@ class ImageRows:
 
     # -------------------------------------------------------------------------------------------------- vectors
     def features(self, plan: StepPlan) -> Features | None:
-        """Return the vectors of all image tokens that the plan's chunks compute, or None if there are none."""
+        """Return the vectors of all image tokens that the plan's chunks compute, or None if there are none. Without a
+        tower, return only the images whose tokens see all of their image, or None if there are none."""
         if not self._images:
             return None
-        self._encode(plan)
+        if self._tower is not None:
+            self._encode(self._tower, plan)
         places, vectors, begin = [], [], len(plan.decode_rows)
         blocks: list[ImageBlock] = []
         for chunk in plan.chunks:
@@ -113,13 +115,15 @@ class ImageRows:
             images = self._images.get(chunk.row, ())
             for image in images:
                 first, last = max(image.start, chunk.start), min(image.end, end)
-                if first < last:
+                if first >= last:
+                    continue
+                if self._vision.grid.is_whole:
+                    blocks.append(self._block_of(chunk, image, begin))
+                if self._tower is not None:
                     self._begun[chunk.row] = image.key
                     places.append(_placeholders(image, first, last) + (begin - chunk.start))
                     span = slice(*(image.placeholders_before(index - image.start) for index in (first, last)))
                     vectors.append(self._vectors[image.key][span])
-                    if self._vision.grid.is_whole:
-                        blocks.append(self._block_of(chunk, image, begin))
             if images:
                 self._images[chunk.row] = rest = tuple(image for image in images if image.end > end)
                 if not rest or rest[0].start >= end:
@@ -128,7 +132,7 @@ class ImageRows:
         self._images = {row: images for row, images in self._images.items() if images}
         self._evict()
         if not places:
-            return None
+            return Features(self.shifts[:0], self.shifts[:0], blocks=tuple(blocks)) if blocks else None
         own, *deep = torch.cat(vectors).chunk(1 + len(self._vision.deep), dim=1)
         return Features(self._uploader.upload(np.concatenate(places))[0], own, tuple(deep), tuple(blocks))
 
@@ -140,7 +144,7 @@ class ImageRows:
         tables = tuple(table[chunk.row, :count].long() for table in self._tables)
         return ImageBlock(begin + image.start - chunk.start, image.start, image.num_tokens, tables)
 
-    def _encode(self, plan: StepPlan) -> None:
+    def _encode(self, tower: VisionTower, plan: StepPlan) -> None:
         """Compute the vectors of all images that the plan's chunks need, and mark them as used."""
         missing: dict[bytes, PromptImage] = {}
         for chunk in plan.chunks:
@@ -151,13 +155,13 @@ class ImageRows:
                     self._vectors.move_to_end(image.key)
                 else:
                     missing[image.key] = image
-        if isinstance(self._tower, TileTower):
-            self._encode_tiles(self._tower, list(missing.values()))
+        if isinstance(tower, TileTower):
+            self._encode_tiles(tower, list(missing.values()))
         else:
             unit = self._vision.grid.unit
             for key, image in missing.items():
                 pixels = self._pixels(image).view(image.rows * unit, image.columns * unit, 3)
-                self._vectors[key] = self._tower(pixels)
+                self._vectors[key] = tower(pixels)
         self.num_encoded += len(missing)
 
     def _encode_tiles(self, tower: TileTower, images: Sequence[PromptImage]) -> None:

@@ -125,7 +125,8 @@ def _make_images(
     tower, vision, limits = model.tower, model_config.vision, config.scheduler.images
     if tower is None or vision is None:
         return None
-    return ImageRows(tower, vision, rows.num_rows, limits, rows.device, rows.uploader, tables, rows.block_size)
+    own = tower if model_config.is_first_stage else None
+    return ImageRows(own, vision, rows.num_rows, limits, rows.device, rows.uploader, tables, rows.block_size)
 
 
 def _make_cache(backend: Any, model_config: ModelConfig, config: EngineConfig, row_shape: RowShape) -> KVCache:

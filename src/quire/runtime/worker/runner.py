@@ -205,15 +205,20 @@ class Runner:
         self.pooled = PooledRows(model, rows, vocabulary)
         self.scored = PromptLogprobRows(model, rows, vocabulary, batches.adapters)
 
+    def build(self, plan: StepPlan) -> Batch:
+        """Build the batch of a step, with the vectors of its images."""
+        batch = self._batches.build(plan)
+        if self._images is not None and (features := self._images.features(plan)) is not None:
+            batch = replace(batch, step=replace(batch.step, features=features))
+        return batch
+
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """Run a step. Rows in `failed` are computed but not sampled; their token id is 0."""
         return self.begin(plan, failed)(plan.masks)
 
     def begin(self, plan: StepPlan, failed: frozenset[int]) -> SampleStep:
         """Run a step up to its logits. Return the function that samples; call it before the next step begins."""
-        batch = self._batches.build(plan)
-        if self._images is not None and (features := self._images.features(plan)) is not None:
-            batch = replace(batch, step=replace(batch.step, features=features))
+        batch = self.build(plan)
         prompt_logprobs, scored = NO_PROMPT_LOGPROBS, bool(self.scored.asked) and self.scored.want(plan, failed)
         pooled = self.pooled if self.pooled.works else None
         sums_up = pooled is not None and pooled.want_all(plan)

@@ -148,7 +148,7 @@ class StageRunner(Runner):
     awaited: AwaitedTokens
 
     def begin(self, plan: StepPlan, failed: frozenset[int]) -> SampleStep:  # noqa: ARG002
-        batch = self._batches.build(plan)
+        batch = self.build(plan)
         self._forward(batch)
         self.awaited.expect(batch.samples.rows, None if batch.grown is None else batch.grown[0])
         return partial(nothing_sampled, plan, self._rows.device)

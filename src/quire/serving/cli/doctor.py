@@ -144,14 +144,14 @@ def _backends(facts: HardwareFacts) -> list[tuple[str, str]]:
     return [
         ("attention", ", ".join(ATTENTION_BACKENDS)),
         ("native kernels", facts.native_refusal or f"compiled for {facts.cpu_path}"),
-        *describe_products(facts),
+        *describe_gemms(facts),
         ("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no"),  # type: ignore[no-untyped-call]
         ("vector width", torch.backends.cpu.get_cpu_capability()),
         ("threads", str(min(torch.get_num_threads(), facts.cores))),
     ]
 
 
-def describe_products(facts: HardwareFacts) -> list[tuple[str, str]]:
+def describe_gemms(facts: HardwareFacts) -> list[tuple[str, str]]:
     """Return which kernels compute gemms on this CPU, for each kind of weight."""
     if facts.native_refusal is not None:
         return [("gemms", "torch")]

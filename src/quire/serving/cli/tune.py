@@ -30,7 +30,7 @@ def add_tune(commands: Commands[OneLineParser]) -> None:
 
 def run_tune(args: argparse.Namespace) -> int:
     """Tune a model's gemms. Raises QuireError without a GPU that can run the kernels."""
-    from quire.runtime.gauging import find_gpu, tune_products
+    from quire.runtime.gpu_measurement import find_gpu, tune_gemms
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.loading.resolve import resolve_model
     from quire.runtime.models.registry import check_generates
@@ -44,7 +44,7 @@ def run_tune(args: argparse.Namespace) -> int:
     def report(trial: dict[str, Any]) -> None:
         print(json.dumps(trial) if args.json else line_of(trial), flush=True)
 
-    path = tune_products(device, model, float8=args.quantization == "fp8", report=report)
+    path = tune_gemms(device, model, float8=args.quantization == "fp8", report=report)
     print(json.dumps({"path": path}) if args.json else f"\nkept in {path}")
     return 0
 

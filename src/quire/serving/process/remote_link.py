@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import zmq
 
-from quire.engine.command_messages import CommandAnswer, order_of
+from quire.engine.command_messages import CommandAnswer, message_of
 from quire.engine.messages import (
     Accepted,
     AdapterAnswer,
@@ -149,10 +149,10 @@ class RemoteLink:
         return await self._ask(lambda number: Ask(number, "adapters"), tuple)
 
     async def load_adapter(self, name: str, folder: str, *, in_place: bool) -> AdapterInfo:
-        def order(number: int) -> LoadAdapter:
+        def message(number: int) -> LoadAdapter:
             return LoadAdapter(number, name, folder, in_place)
 
-        return _loaded(await self._ask(order, object, LOAD_SECONDS))
+        return _loaded(await self._ask(message, object, LOAD_SECONDS))
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
         return _loaded(await self._ask(lambda number: UnloadAdapter(number, name), object))
@@ -161,7 +161,7 @@ class RemoteLink:
         return await self._ask(lambda number: Ask(number, "reset_cache"), int)
 
     async def command(self, command: Command) -> StandbyState:
-        found = await self._ask(lambda number: order_of(number, command), object, COMMAND_SECONDS)
+        found = await self._ask(lambda number: message_of(number, command), object, COMMAND_SECONDS)
         if isinstance(found, QuireError):
             raise found
         assert isinstance(found, StandbyState)

@@ -52,7 +52,6 @@ class Replica:
         self.keeps_owners: bool | None = None  # whether it separates stored objects by client; None: unknown
         self.counts = ReplicaCounts()
         self.waiting: set[Waiting] = set()
-        self.busy_until = 0.0  # it asked not to be tried before
         self.on_down: Callable[[], None] = lambda: None  # closes connections that wait for requests
         self.tree = PrefixTree(self._capacity())
 

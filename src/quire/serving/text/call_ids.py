@@ -1,4 +1,4 @@
-"""Replaces the ids of tool calls in a conversation where a model's template takes only ids of its own form."""
+"""Replaces the ids of tool calls in a conversation, for chat templates that accept only ids of a certain form."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def shorten_call_ids(messages: Sequence[Message]) -> list[Message] | None:
-    """A conversation that was checked, with nine letters and digits for every call id that has a longer or other form,
-    for Mistral's templates, which take no others. None where all ids have that form."""
+    """Return a checked conversation in which every id of a call is nine letters and digits, for Mistral's templates,
+    which refuse other ids. Other ids are replaced by a hash of them. Returns None if there are no others."""
     short: list[Message] = []
     for message in messages:
         changed = dict(message)

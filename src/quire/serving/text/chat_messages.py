@@ -104,10 +104,12 @@ def check_outline(where: str, messages: Any, max_messages: int) -> None:
 
 
 def unknown_members(where: str, message: Any) -> Iterator[UnknownMember]:
-    """Yield the unknown members of a message, its parts and its tool calls. A member that is null counts as absent."""
+    """Yield the unknown members of a message, its parts and its tool calls. A member that is null counts as absent, and
+    so do empty `annotations`, which OpenAI's answers hold and clients send back."""
     if not isinstance(message, Mapping):
         return
-    yield from _unknown(where, message, MESSAGE_FIELDS)
+    known = MESSAGE_FIELDS | {"annotations"} if message.get("annotations") == [] else MESSAGE_FIELDS
+    yield from _unknown(where, message, known)
     content, calls = message.get("content"), message.get("tool_calls")
     for index, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
         if isinstance(part, Mapping) and part.get("type") in ("text", "refusal"):

@@ -162,7 +162,7 @@ class ChatTemplate:
         return prompt if final is None else _cut_at_mark(prompt, final)
 
     def _rewritten(self, conversation: list[Message]) -> list[Message] | None:
-        """A conversation that was refused, in a form that this template may take; None: there is no other."""
+        """Return a conversation that the template refused in a form that it may accept; None: there is no such form."""
         wrapped = wrap_text_arguments(conversation)
         shortened = shorten_call_ids(wrapped or conversation) if "length != 9" in self._source else None
         return shortened or wrapped

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from quire.serving.text.json_schema import plain_schema
 from quire.types.errors import InvalidRequest
 
 # Exactly one way to write white space: a model cannot generate it endlessly, and all text between values is forced.
@@ -20,12 +21,6 @@ _EBNF_RULE = re.compile(r"(?m)^[ \t]*[A-Za-z_][\w-]*[ \t]*::=")
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 ANY_TEXT = r"/(.|\n)*/"
 ANY_TOKENS = "<[*]>*"
-_COUNTS = tuple(f"{most}{of}" for most in ("min", "max") for of in ("Items", "Length", "Properties", "Contains"))
-_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_SCHEMAS = frozenset(
-    {"items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "additionalProperties"}
-    | {"unevaluatedProperties", "propertyNames", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
-)
 
 
 class LarkGrammar:
@@ -113,36 +108,11 @@ def json_rule(schema: Mapping[str, Any] | bool) -> str:
     """Return the expression of a JSON schema. White space follows COMPACT, unless the schema's "x-guidance" sets it."""
     if schema is False:
         raise InvalidRequest("structured_outputs.json", "is false, which nothing matches", "send a JSON schema")
-    rules = _plain_schema(schema) if isinstance(schema, Mapping) else {}
+    rules = plain_schema(schema) if isinstance(schema, Mapping) else {}
     own = rules.get("x-guidance", {})
     if isinstance(own, Mapping) and not _BLANKS & own.keys():
         rules["x-guidance"] = {**COMPACT, **own}
     return f"%json {json.dumps(rules)}"
-
-
-def _plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a schema as llguidance takes it: counts such as 2.0 as integers, without `"uniqueItems": false`.
-
-    Values (`const`, `enum`, `default`) stay as they are.
-    """
-    whole = dict(schema)
-    pending = [whole]  # no recursion: schemas of users nest as deep as they like
-    while pending:
-        rules = pending.pop()
-        if rules.get("uniqueItems") is False:
-            del rules["uniqueItems"]
-        for key, value in list(rules.items()):
-            if key in _COUNTS and isinstance(value, float) and value.is_integer():
-                rules[key] = int(value)
-            elif key in _OF_SCHEMAS and isinstance(value, Mapping):
-                rules[key] = {name: dict(one) if isinstance(one, Mapping) else one for name, one in value.items()}
-                pending += [one for one in rules[key].values() if isinstance(one, dict)]
-            elif key in _SCHEMAS and isinstance(value, Mapping | list):
-                many = value if isinstance(value, list) else [value]
-                copies = [dict(one) if isinstance(one, Mapping) else one for one in many]
-                rules[key] = copies if isinstance(value, list) else copies[0]
-                pending += [one for one in copies if isinstance(one, dict)]
-    return whole
 
 
 def regex_rule(regex: str) -> str:

@@ -34,12 +34,14 @@ def structure_of_response_format(value: object) -> StructuredOutputsParams | Non
     """Return the structure that `response_format` requests; None: any text. Raises InvalidRequest that names the
     invalid path.
 
-    A schema is always enforced, even with `strict` false. As in llama.cpp, type `json_object` may have a schema.
+    A schema is always enforced, even with `strict` false. As in llama.cpp, type `json_object` may have a schema. A
+    member that is null counts as absent.
     """
     if value is None:
         return None
     if not isinstance(value, Mapping):
         raise InvalidRequest("response_format", "must be an object with a type", f"types: {', '.join(_TYPES)}")
+    value = _present(value)
     kind = value.get("type")
     if kind not in _TYPES:
         shown = "is missing" if "type" not in value else f"{kind!r:.80} is not known here"
@@ -50,7 +52,7 @@ def structure_of_response_format(value: object) -> StructuredOutputsParams | Non
     if kind == "structural_tag":
         tag = read_structural_tag("response_format", value, MAX_GRAMMAR_CHARACTERS)
         return StructuredOutputsParams(structural_tag=tag)
-    if kind == "json_object" and value.get("schema") is None:
+    if kind == "json_object" and "schema" not in value:
         return StructuredOutputsParams(json_object=True)
     if kind == "json_object":
         return _schema("response_format.schema", value)
@@ -75,11 +77,12 @@ def _json_schema(described: object) -> StructuredOutputsParams:
     path = "response_format.json_schema"
     if not isinstance(described, Mapping):
         raise InvalidRequest(path, "must be an object with a name and a schema")
+    described = _present(described)
     _refuse_others(path, described, SCHEMA_FIELDS)
     for name in ("name", "description"):
         if not isinstance(described.get(name, ""), str):
             raise InvalidRequest(f"{path}.{name}", "must be a string")
-    if described.get("strict") not in (None, True, False):
+    if not isinstance(described.get("strict", False), bool):
         raise InvalidRequest(f"{path}.strict", "must be true or false")
     return _schema(f"{path}.schema", described)
 
@@ -92,6 +95,10 @@ def _schema(path: str, holder: Mapping[str, Any]) -> StructuredOutputsParams:
         raise InvalidRequest(path, shown, "send a JSON schema")
     with _named("structured_outputs.json", path):
         return StructuredOutputsParams(json=schema)
+
+
+def _present(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: member for name, member in value.items() if member is not None}
 
 
 def _refuse_others(path: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -36,7 +36,7 @@ class Guess:
     def propose(self, limit: int) -> tuple[int, ...]:
         return self.tokens[:limit]
 
-    def order(self, limit: int) -> int:
+    def num_to_draft(self, limit: int) -> int:
         return min(3, limit)
 
     def offer(self, tokens: Sequence[int]) -> None:
@@ -195,8 +195,8 @@ def test_a_draft_keeps_within_its_limit() -> None:
     controller = StepController(RULES, proposer=Guess((5, 6, 7)))
     assert controller.propose(2).draft == (5, 6)
     assert controller.propose(0).draft == ()
-    assert controller.order(2) == 2
-    assert controller.order(0) == 0
+    assert controller.num_to_draft(2) == 2
+    assert controller.num_to_draft(0) == 0
 
 
 def test_every_position_of_a_draft_has_its_mask_and_forbidden_tokens_cut_it() -> None:
@@ -252,6 +252,6 @@ def test_peeking_changes_nothing_and_a_clone_goes_its_own_way() -> None:
 
 def test_what_the_runtime_drafted_is_proposed_next() -> None:
     controller = StepController(RULES, proposer=Guess(()))
-    assert controller.order(2) == 2
+    assert controller.num_to_draft(2) == 2
     controller.proposer.offer([7, 8])
     assert controller.propose(9).draft == (7, 8)

@@ -175,8 +175,8 @@ class ComparedProposer:
         self.owner.num_proposed += len(draft)
         return draft
 
-    def order(self, limit: int) -> int:
-        return self.tested.order(limit)
+    def num_to_draft(self, limit: int) -> int:
+        return self.tested.num_to_draft(limit)
 
     def offer(self, tokens: Sequence[int]) -> None:
         self.tested.offer(tokens)

@@ -53,7 +53,7 @@ def test_a_proposer_proposes_what_followed_before_once_a_guess_was_right() -> No
     proposer.result(3, 3)
     proposer.observe((4, 5, 6, 7))
     assert proposer.propose(16)[:2] == (8, 9)
-    assert proposer.order(16) == 0
+    assert proposer.num_to_draft(16) == 0
 
 
 def test_guesses_that_are_wrong_are_not_verified_for_long() -> None:
@@ -89,9 +89,9 @@ def test_a_sequence_stays_paced_while_it_has_a_draft() -> None:
     assert proposer.num_ahead == FOREVER
 
 
-def test_what_the_runtime_drafted_is_refused_as_nobody_ordered_it() -> None:
+def test_what_the_runtime_drafted_is_refused_as_nobody_requested_it() -> None:
     proposer = NgramProposers(NGRAM, 1).begin(request((1, 2)))
-    with pytest.raises(AssertionError, match="not ordered"):
+    with pytest.raises(AssertionError, match="not requested"):
         proposer.offer((1, 2))
 
 

@@ -21,11 +21,11 @@ def request(prompt: tuple[int, ...], max_tokens: int = 64) -> Submit:
     return Submit("r", prompt, SamplingParams(max_tokens=max_tokens))
 
 
-def test_an_ordered_draft_is_proposed_once_and_only_for_what_it_followed() -> None:
+def test_a_requested_draft_is_proposed_once_and_only_for_what_it_followed() -> None:
     proposer = RuntimeDraftProposers(DRAFT, 1).begin(request((1, 2, 3)))
     assert proposer.num_ahead == 0
     assert proposer.propose(8) == ()
-    assert 1 <= proposer.order(8) <= 4
+    assert 1 <= proposer.num_to_draft(8) <= 4
     proposer.observe((4,))
     proposer.offer((5, 6, 7))
     assert proposer.propose(2) == (5, 6)
@@ -35,20 +35,20 @@ def test_an_ordered_draft_is_proposed_once_and_only_for_what_it_followed() -> No
     assert proposer.propose(8) == ()
 
 
-def test_a_draft_that_is_ordered_as_a_probe_counts_as_one_when_it_is_verified() -> None:
+def test_a_draft_that_is_requested_as_a_probe_counts_as_one_when_it_is_verified() -> None:
     proposers, given, said = RuntimeDraftProposers(DRAFT, 1), list[bool](), [DraftLength(3, is_probe=True)]
     proposers.lengths.length = lambda *_, **__: said[-1]  # type: ignore[method-assign]
     proposers.lengths.note_result = lambda *_, is_probe: given.append(is_probe)  # type: ignore[method-assign]
     proposer = proposers.begin(request((1, 2, 3)))
     room = proposers.lengths.probe_room
-    proposer.order(8)
+    proposer.num_to_draft(8)
     assert proposers.lengths.probe_room == room - 3
     proposer.observe((4,))
     proposer.offer((5, 6, 7))
-    said.append(DraftLength(3))  # the next one pays, and is ordered before the first is verified
+    said.append(DraftLength(3))  # the next one pays, and is requested before the first is verified
     for _ in range(2):
         proposer.propose(8)
-        proposer.order(8)
+        proposer.num_to_draft(8)
         proposer.result(3, 1)
         proposer.observe((5, 9))
         proposer.offer((5, 6, 7))
@@ -61,30 +61,30 @@ def test_a_model_whose_drafts_fail_is_asked_ever_less(depth: int) -> None:
     proposers = RuntimeDraftProposers(DRAFT, depth)
     proposer = proposers.begin(request((1, 2, 3), 10_000))
     assert proposer.num_ahead == 0
-    orders = tokens = 0
+    requests = tokens = 0
     while tokens < 4_000:
         if proposer.num_ahead:
             ahead = proposer.num_ahead
             proposer.observe((7,) * ahead)
             tokens += ahead
             continue
-        ordered = proposer.order(8)
-        orders += ordered > 0
+        requested = proposer.num_to_draft(8)
+        requests += requested > 0
         proposer.observe((4,))
         proposers.note_step(1, 1, 0.01)
-        if ordered:
-            proposer.offer((5,) * ordered)
+        if requested:
+            proposer.offer((5,) * requested)
             proposer.result(len(proposer.propose(8)), 0)
             proposer.observe((6,))
-            proposers.note_step(1 + ordered, 1 + ordered, 0.015)
+            proposers.note_step(1 + requested, 1 + requested, 0.015)
         tokens += 2
-    assert 2 < orders < 40
+    assert 2 < requests < 40
 
 
 def generate(proposers: RuntimeDraftProposers, length: int, accepts: bool) -> int:
     """Let a sequence of so many tokens be generated; returns how often it was given a draft."""
     proposer = proposers.begin(request((1, 2, 3), 10_000))
-    orders = tokens = 0
+    requests = tokens = 0
     while tokens < length:
         if proposer.num_ahead:
             ahead = min(proposer.num_ahead, length - tokens)
@@ -93,46 +93,46 @@ def generate(proposers: RuntimeDraftProposers, length: int, accepts: bool) -> in
             proposer.observe((7,) * ahead)
             tokens += ahead
             continue
-        ordered = proposer.order(8)
+        requested = proposer.num_to_draft(8)
         proposer.observe((4,))
         proposers.note_step(1, 1, 0.01)
         tokens += 1
-        if ordered:
-            orders += 1
-            proposer.offer((5,) * ordered)
+        if requested:
+            requests += 1
+            proposer.offer((5,) * requested)
             right = len(proposer.propose(8)) if accepts else 0
-            proposer.result(ordered, right)
+            proposer.result(requested, right)
             proposer.observe((5,) * right + (6,))
-            proposers.note_step(1 + ordered, 1 + ordered, 0.012)
+            proposers.note_step(1 + requested, 1 + requested, 0.012)
             tokens += right + 1
-    return orders
+    return requests
 
 
 def test_a_model_whose_drafts_fail_is_soon_not_asked_for_each_new_sequence() -> None:
     proposers = RuntimeDraftProposers(DRAFT, 2)
-    orders = [generate(proposers, 160, accepts=False) for _ in range(100)]
-    assert sum(orders[20:]) <= 80 * 160 / 400  # fewer than one in 400 tokens
+    requests = [generate(proposers, 160, accepts=False) for _ in range(100)]
+    assert sum(requests[20:]) <= 80 * 160 / 400  # fewer than one in 400 tokens
 
 
 def test_drafts_that_begin_to_pay_are_found_however_short_the_answers_are() -> None:
     proposers = RuntimeDraftProposers(DRAFT, 2)
     for _ in range(50):
         generate(proposers, 160, accepts=False)
-    orders = [generate(proposers, 160, accepts=True) for _ in range(60)]
-    assert sum(orders[:20]) > 0
-    assert min(orders[-10:]) > 5
+    requests = [generate(proposers, 160, accepts=True) for _ in range(60)]
+    assert sum(requests[:20]) > 0
+    assert min(requests[-10:]) > 5
 
 
 def test_a_sequence_for_which_no_draft_pays_runs_ahead_and_is_tried_later() -> None:
     proposers = RuntimeDraftProposers(DRAFT, 2)
     proposers.lengths.length = lambda *_, **__: DraftLength(0)  # type: ignore[method-assign]
     proposer = proposers.begin(request((1, 2, 3)))
-    assert proposer.order(8) == 0
+    assert proposer.num_to_draft(8) == 0
     proposer.observe((4,))
     assert 0 < proposer.num_ahead < FOREVER
     proposer.observe((5,) * proposer.num_ahead)
     assert proposer.num_ahead == 0
-    assert proposer.order(8) == 2
+    assert proposer.num_to_draft(8) == 2
     assert proposer.clone().num_ahead == 0
 
 
@@ -156,7 +156,7 @@ def test_without_speculation_nothing_is_proposed_or_observed() -> None:
     assert not proposer.is_observed
     assert proposer.num_ahead == FOREVER
     assert proposer.propose(4) == ()
-    assert proposer.order(4) == 0
+    assert proposer.num_to_draft(4) == 0
     assert proposer.clone() is proposer
     assert list(proposers.observe((), np.empty(0, dtype=np.int32))) == []
 

@@ -157,9 +157,9 @@ def test_an_activation_is_that_of_torch(activation: str, dtype: torch.dtype) -> 
     assert torch.equal(x, found)
 
 
-@pytest.mark.parametrize("turned", [2, 12, 32])
-def test_only_the_first_numbers_of_a_head_turn(turned: int) -> None:
-    x, angles = torch.randn(5, 3, 32), torch.randn(5, turned // 2)
+@pytest.mark.parametrize("rotated", [2, 12, 32])
+def test_only_the_first_numbers_of_a_head_are_rotated(rotated: int) -> None:
+    x, angles = torch.randn(5, 3, 32), torch.randn(5, rotated // 2)
     wanted = elementwise.rotate(x, angles.cos(), angles.sin())
     cos, sin = torch.cat((angles.cos(),) * 2, dim=1), torch.cat((-angles.sin(), angles.sin()), dim=1)
     found = x.clone()

@@ -13,10 +13,10 @@ if not HAS_TRITON:
 
 import torch
 
-from quire.kernels.triton import product_trials
-from quire.kernels.triton import products_plan as plan
-from quire.kernels.triton.product_trials import Kind, Layer, candidates
-from quire.kernels.triton.products import Workspace
+from quire.kernels.triton import gemm_skinny_plan as plan
+from quire.kernels.triton import gemm_trials
+from quire.kernels.triton.gemm_skinny import Workspace
+from quire.kernels.triton.gemm_trials import Kind, Layer, candidates
 from quire.kernels.triton.tuning import FLOAT8_ROWS, ROWS, Run, Trial, found_by, from_json, run_trial, to_json, tune
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def test_float8_weights_have_rows_of_their_own() -> None:
 def test_every_candidate_for_many_rows_fits_the_workspace_and_wastes_no_split(
     rows: int, activation: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(product_trials, "num_processors", lambda _: 132)
+    monkeypatch.setattr(gemm_trials, "num_processors", lambda _: 132)
     layer = Layer("large", 4096, 14336, activation)
     tilings = candidates(layer, rows, "w8a8", CPU)
     assert len(tilings) > 3
@@ -100,9 +100,9 @@ def test_every_candidate_for_many_rows_fits_the_workspace_and_wastes_no_split(
 
 
 def test_float8_has_no_library_product_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_trials, "num_copies", lambda _: 1)
+    monkeypatch.setattr(gemm_trials, "num_copies", lambda _: 1)
     for rows, kind in ((1, "w8"), (3, "w8a8")):
-        assert product_trials.Operands.make(OUTPUT, rows, kind, CPU).library_calls(OUTPUT) == []
+        assert gemm_trials.Operands.make(OUTPUT, rows, kind, CPU).library_calls(OUTPUT) == []
 
 
 def test_a_tiling_that_could_not_be_run_is_never_kept() -> None:

@@ -23,7 +23,7 @@ from quire.types.step import (
     BlockCopy,
     Candidates,
     Chunk,
-    DraftOrder,
+    DraftRequest,
     LogprobTable,
     Masks,
     NewRow,
@@ -38,7 +38,16 @@ from quire.types.step import (
     StepResult,
     TokenLogprobs,
 )
-from quire.types.transfer import NO_TRANSFERS, FailedFile, FileMove, FoundFile, SlotMove, TransferReport, Transfers
+from quire.types.transfer import (
+    NO_TRANSFERS,
+    FailedFile,
+    FileMove,
+    FoundFile,
+    LookupResult,
+    SlotMove,
+    TransferReport,
+    Transfers,
+)
 from tiny_models import engine_config, tiny_config
 
 FULL_SAMPLING = SamplingParams(
@@ -91,7 +100,7 @@ def full_plan(step: int = 7) -> StepPlan:
         released=(5, 6),
         writes=(RowTokens(1, 4, ints(8, 9)),),
         masks=Masks(ints(0), np.array([[2**32 - 1, 5]], dtype=np.uint32), np.array([True])),
-        drafts=(DraftOrder(1, 3),),
+        drafts=(DraftRequest(1, 3),),
         transfers=Transfers((SlotMove(1, 2),), (), (FileMove(b"k", 3),), (), (b"x",), drops_found=True),
         guided=True,
     )
@@ -193,6 +202,18 @@ def test_a_copy_is_complete_when_all_ranks_have_made_it() -> None:
     merger.add(1, TransferReport((), (b"c",), (), (FoundFile(b"f", 6.0),), 1, 0, 0.125, 0.0))
     assert merger.take() == TransferReport((), (b"c",), (), (FoundFile(b"f", 4.0),), 1, 0, 0.125, 0.0)
     assert merger.take() == TransferReport()
+
+
+def test_a_block_is_carried_when_all_ranks_have_carried_their_part() -> None:
+    merger, lost = TransferMerger(2), FailedFile(b"c", "corrupt")
+    merger.add(0, TransferReport(put=(b"a", b"b"), got=(b"c",), looked_up=(LookupResult(1, (b"x", b"y", b"z")),)))
+    assert merger.take() == TransferReport()
+    merger.add(1, TransferReport(put=(b"b",), lost=(lost,), looked_up=(LookupResult(1, (b"x", b"z")),)))
+    assert merger.take() == TransferReport(put=(b"b",), lost=(lost,), looked_up=(LookupResult(1, (b"x", b"z")),))
+    merger.add(1, TransferReport(put=(b"a",), looked_up=(LookupResult(2, (), "timeout"),)))
+    merger.add(0, TransferReport(looked_up=(LookupResult(2, (b"x",)),)))
+    assert merger.take() == TransferReport(put=(b"a",), looked_up=(LookupResult(2, (), "timeout"),))
+    assert not merger.orphans  # no rank deletes blocks of a transport
 
 
 def test_a_file_is_stored_again_after_one_rank_has_failed() -> None:

@@ -67,7 +67,7 @@ class Layer:
         builder = LayerBuilder(device, config.heads, ranks=ranks)
         self.settings, self.norm = settings, builder.rms_norm("norm", HIDDEN, 1e-6)
         self.norm.weight.data.fill_(1.0)
-        self.moe: MoEMLP = builder.moe_mlp(config)
+        self.moe: MoEMLP = builder.experts.moe_mlp(config)
         self.tensors: dict[str, Tensor] = {}
         layers = list(weight_layers(self.moe))
         for layer, parts in layers:

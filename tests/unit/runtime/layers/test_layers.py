@@ -12,18 +12,18 @@ from quire.kernels.native import ops, panels
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.reference.elementwise import rms_norm, silu_and_multiply
 from quire.runtime.attention.backend import LayerCache
-from quire.runtime.layers import choice
+from quire.runtime.layers import gemm_choice
+from quire.runtime.layers.gemm import DenseGemm, Gemm, PackedGemm, UpcastGemm
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import Embedding, HeadNorm, RMSNorm, TiedHead
-from quire.runtime.layers.native import DotProduct, PanelProduct
+from quire.runtime.layers.native import DotGemm, PanelGemm
 from quire.runtime.layers.ops import LayerOps, TorchOps, choose_ops
-from quire.runtime.layers.product import DenseProduct, PackedProduct, Product, UpcastProduct
 from quire.runtime.layers.weights import Placement, WeightLayer
 
 CPU = Placement(torch.float32, torch.device("cpu"))
 OPS = [TorchOps(), choose_ops(CPU.dtype, CPU.device)]
-DENSE = DenseProduct(torch.float32)
+DENSE = DenseGemm(torch.float32)
 
 
 def filled(layer: WeightLayer, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -35,10 +35,10 @@ def filled(layer: WeightLayer, seed: int = 0) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("product", [DENSE, PackedProduct(torch.float32), UpcastProduct(torch.float32, DENSE)])
+@pytest.mark.parametrize("product", [DENSE, PackedGemm(torch.float32), UpcastGemm(torch.float32, DENSE)])
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("bias", [False, True])
-def test_stacked_matrices_give_their_results_side_by_side(product: Product, tokens: int, bias: bool) -> None:
+def test_stacked_matrices_give_their_results_side_by_side(product: Gemm, tokens: int, bias: bool) -> None:
     layer = Linear(24, {"a": 16, "b": 8}, bias, product, CPU)
     weights = filled(layer)
     x = torch.randn(tokens, 24)
@@ -56,7 +56,7 @@ def test_a_linear_takes_no_memory_before_its_first_part_comes() -> None:
 
 def test_an_upcast_weight_keeps_the_values_of_the_run_dtype() -> None:
     half = Placement(torch.bfloat16, torch.device("cpu"))
-    layer = Linear(24, {"a": 16}, False, UpcastProduct(torch.bfloat16, DENSE), half)
+    layer = Linear(24, {"a": 16}, False, UpcastGemm(torch.bfloat16, DENSE), half)
     weight = filled(layer)["a.weight"].bfloat16().float()
     x = torch.randn(3, 24, dtype=torch.bfloat16)
     out = layer(x)
@@ -161,10 +161,10 @@ def test_noise_is_the_same_in_keys_and_values() -> None:
 def test_bfloat16_is_multiplied_by_the_compiled_kernels_with_and_without_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_tile_units", lambda: False)
     for units in (False, True):
-        monkeypatch.setattr(choice, "cpu_multiplies", lambda _dtype, units=units: units)
+        monkeypatch.setattr(gemm_choice, "cpu_multiplies", lambda _dtype, units=units: units)
         monkeypatch.setattr(panels, "dot_inputs", lambda: 4)
-        assert type(choice.choose_product(torch.bfloat16, CPU.device)) is DotProduct
+        assert type(gemm_choice.choose_gemm(torch.bfloat16, CPU.device)) is DotGemm
         monkeypatch.setattr(panels, "dot_inputs", lambda: 0)
-        assert type(choice.choose_product(torch.bfloat16, CPU.device)) is PanelProduct
-    many = choice.choose_product(torch.bfloat16, CPU.device, many_rows=True)
-    assert type(many) is PackedProduct
+        assert type(gemm_choice.choose_gemm(torch.bfloat16, CPU.device)) is PanelGemm
+    many = gemm_choice.choose_gemm(torch.bfloat16, CPU.device, many_rows=True)
+    assert type(many) is PackedGemm

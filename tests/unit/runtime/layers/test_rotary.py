@@ -76,8 +76,8 @@ def test_rotation_is_the_plain_formula() -> None:
     x = torch.randn(3, 5, 8)
     expected = plain_rotate(x, rotation.cos[:, 0, :4], rotation.sin[:, 0, 4:])
     for ops in (TorchOps(), choose_ops(CPU.dtype, CPU.device)):
-        turned = ops.rotate(x.clone(), rotation.cos, rotation.sin)
-        torch.testing.assert_close(turned, expected)
+        rotated = ops.rotate(x.clone(), rotation.cos, rotation.sin)
+        torch.testing.assert_close(rotated, expected)
 
 
 def test_the_table_grows_when_a_longer_sequence_comes() -> None:

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 import triton_cases  # noqa: F401  float8 as hardware rounds it
 from family_models import CASES, COMMON
 from quire.config.model import Heads, ModelConfig, Rope
-from quire.kernels.cuda.row_phases import AttentionPhase, ProductPhase, ScaledRowsWeight
-from quire.kernels.triton.nibble_products import PackedNibbles
+from quire.kernels.cuda.row_phases import AttentionPhase, GemvPhase, ScaledRowsWeight
+from quire.kernels.triton.gemm_w4 import PackedW4
 from quire.runtime.layers import row_programs
 from quire.runtime.layers.adapted import ActiveAdapters
 from quire.runtime.layers.row_programs import CudaRowKernel
@@ -42,8 +42,9 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
 }
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4}  # its names of what all have
 TRACED = {  # of all families
-    "ernie4_5", "gemma", "glm", "helium", "idefics3", "internlm2", "llama", "llava", "mimo", "ministral", "mistral",
-    "mistral3", "phi3", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_vl", "seed_oss", "smollm3", "smolvlm",
+    "ernie4_5", "gemma", "glm", "helium", "idefics3", "internlm2", "internvl", "llama", "llava", "llava_next",
+    "llava_onevision", "mimo", "ministral", "mistral", "mistral3", "phi3", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3",
+    "qwen3_vl", "seed_oss", "smollm3", "smolvlm",
 }  # fmt: skip
 
 
@@ -91,13 +92,13 @@ def test_layers_share_the_vectors_between_phases() -> None:
     bench.run(kernel, bench.step(1, 9))
     phases = kernel.made[0].phases
     kinds = [type(phase) for phase in phases]
-    assert kinds == [ProductPhase, AttentionPhase, ProductPhase, ProductPhase, ProductPhase] * 2
+    assert kinds == [GemvPhase, AttentionPhase, GemvPhase, GemvPhase, GemvPhase] * 2
     for first, second in zip(phases[:5], phases[5:], strict=True):
         assert first.source is second.source
         assert first.target is second.target
     qkv, attention, out, gate_up, down = phases[:5]
-    assert isinstance(gate_up, ProductPhase)
-    assert isinstance(down, ProductPhase)
+    assert isinstance(gate_up, GemvPhase)
+    assert isinstance(down, GemvPhase)
     assert qkv.target is attention.source
     assert attention.target is out.source
     assert gate_up.target is down.source
@@ -106,13 +107,11 @@ def test_layers_share_the_vectors_between_phases() -> None:
     assert len({vector.data_ptr() for vector in vectors if vector is not None}) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("fp8", ScaledRowsWeight), ("int8", ScaledRowsWeight), ("int4", PackedNibbles)]
-)
+@pytest.mark.parametrize(("name", "kind"), [("fp8", ScaledRowsWeight), ("int8", ScaledRowsWeight), ("int4", PackedW4)])
 def test_quantized_weights_stay_as_they_are(name: str, kind: type) -> None:
     kernel, bench = ReferenceKernel(), bench_of(name)
     bench.run(kernel, bench.step(1, 9))
-    products = [phase for phase in kernel.made[0].phases if isinstance(phase, ProductPhase)]
+    products = [phase for phase in kernel.made[0].phases if isinstance(phase, GemvPhase)]
     assert all(isinstance(phase.weight, kind) for phase in products)
 
 
@@ -206,7 +205,7 @@ def test_every_family_is_traced_or_runs_layer_by_layer(family: str, tmp_path: Pa
 
 def test_a_vector_is_read_once() -> None:
     writer = RowWriter(8, torch.float32, torch.device("cpu"))
-    symbol = writer._new("product", 16)
+    symbol = writer._new("gemv", 16)
     writer._read(symbol)
     with pytest.raises(Untraceable, match="read twice"):
         writer._read(symbol)
@@ -216,11 +215,11 @@ def test_the_stream_is_not_changed_while_something_computed_of_it_waits() -> Non
     writer = RowWriter(8, torch.float32, torch.device("cpu"))
     square: Any = SimpleNamespace(row_weight=torch.zeros(8, 8), bias=None)
     first = writer.multiply(writer.stream, square)
-    writer.add_product(writer.stream, first, square)
+    writer.add_gemv(writer.stream, first, square)
     first, second = writer.multiply(writer.stream, square), writer.multiply(writer.stream, square)
     assert first.vector is not second.vector
     with pytest.raises(Untraceable, match="the stream is changed while a vector"):
-        writer.add_product(writer.stream, first, square)
+        writer.add_gemv(writer.stream, first, square)
 
 
 def test_a_symbol_refuses_what_is_no_phase() -> None:

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
-from quire.kernels.triton.products_plan import OWN_ROWS
-from quire.runtime.layers.skinny import TritonMultiply, TritonProduct
+from quire.kernels.triton.gemm_skinny_plan import OWN_ROWS
+from quire.runtime.layers.skinny import TritonGemm, TritonMultiply
 from tiny_models import DEVICE
 
 INPUTS, OUTPUTS, FEW = 24, 32, 3
@@ -25,7 +25,7 @@ def multiply(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator).to(DEVICE)
     bias = torch.randn(OUTPUTS, generator=generator).to(DEVICE) if request.param else None
-    packed = TritonProduct(torch.float32, torch.device(DEVICE), dependent_rows=sys.maxsize).pack(weight, bias)
+    packed = TritonGemm(torch.float32, torch.device(DEVICE), dependent_rows=sys.maxsize).pack(weight, bias)
     assert isinstance(packed, TritonMultiply)
     assert packed.few == FEW
     return packed

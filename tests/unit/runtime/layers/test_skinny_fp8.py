@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 
 from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
-from quire.kernels.reference.products import product as reference_product
-from quire.kernels.triton import products_hopper
+from quire.kernels.reference.gemm import gemm as reference_gemm
+from quire.kernels.triton import gemm_scaled_hopper
 from quire.runtime.layers import skinny_fp8
-from quire.runtime.layers.skinny_fp8 import Float8Product, Rows, ScaledMultiply
+from quire.runtime.layers.skinny_fp8 import Float8Gemm, Rows, ScaledMultiply
 from quire.runtime.quantization.fp8 import ScaledRows, rounded
 from triton_cases import DEVICE, ON_GPU, rand
 
@@ -31,7 +31,7 @@ def packed(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, biased: bool)
     monkeypatch.setattr(skinny_fp8, "own_rows", lambda *_: FEW)
     weight = rand(OUTPUTS, INPUTS, dtype=dtype, scale=INPUTS**-0.5)
     bias = rand(OUTPUTS, dtype=dtype, seed=1) if biased else None
-    made = Float8Product(dtype, DEVICE, dependent_rows=sys.maxsize).pack(weight, bias)
+    made = Float8Gemm(dtype, DEVICE, dependent_rows=sys.maxsize).pack(weight, bias)
     assert isinstance(made, ScaledMultiply)
     torch.testing.assert_close(made.weight.values(dtype), rounded(weight))
     return made
@@ -74,7 +74,7 @@ def test_every_way_is_the_plain_formula_over_rounded_numbers(
 @pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
 def test_the_gate_hands_its_rows_to_the_next_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up = packed(monkeypatch, torch.float32, biased=True)
-    product = Float8Product(torch.float32, DEVICE, dependent_rows=sys.maxsize)
+    product = Float8Gemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
     down = product.pack(rand(INPUTS, OUTPUTS // 2, seed=5), None)
     assert isinstance(down, ScaledMultiply)
     x, norm = rand(rows, INPUTS, seed=2), Norm(rand(INPUTS, seed=3), 1e-5)
@@ -109,13 +109,13 @@ def test_more_rows_take_the_kernel_for_hopper_gpus_where_there_is_one(monkeypatc
     """It runs on no other device: here the reference stands in for it."""
     taken: list[int] = []
 
-    def scaled_product(x: torch.Tensor, weight: torch.Tensor, _: object, **given: Any) -> torch.Tensor:
+    def scaled_gemm(x: torch.Tensor, weight: torch.Tensor, _: object, **given: Any) -> torch.Tensor:
         out, dependent = given.pop("out"), given.pop("dependent")
         assert not dependent
         taken.append(len(x))
-        return out.copy_(reference_product(x, weight, **given))
+        return out.copy_(reference_gemm(x, weight, **given))
 
-    monkeypatch.setattr(products_hopper, "scaled_product", scaled_product)
+    monkeypatch.setattr(gemm_scaled_hopper, "scaled_gemm", scaled_gemm)
     monkeypatch.setattr(skinny_fp8, "takes_rows", lambda rows, _: 2 <= rows <= 5)
     library = replace(packed(monkeypatch, torch.float32, biased=True), hopper=False)
     hopper = replace(library, hopper=True)
@@ -141,6 +141,7 @@ def test_more_rows_take_the_kernel_for_hopper_gpus_where_there_is_one(monkeypatc
 def test_without_gluon_its_kernel_is_not_even_imported() -> None:
     """Its language is not in every version of Triton."""
     child = (
-        "import sys, quire.runtime.layers.skinny_fp8; assert 'quire.kernels.triton.products_hopper' not in sys.modules"
+        "import sys, quire.runtime.layers.skinny_fp8; "
+        "assert 'quire.kernels.triton.gemm_scaled_hopper' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", child], check=False, timeout=120).returncode == 0

@@ -21,7 +21,8 @@ from gguf_files import (
     write_gguf,
     write_tiny_gguf,
 )
-from quire.config.model import Heads, ModelConfig, Rope, WeightCounts
+from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.weight_counts import WeightCounts
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.gguf.config import _read_levels

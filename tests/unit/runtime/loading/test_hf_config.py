@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.model import Heads, ModelConfig, Rope, WeightCounts
+from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.weight_counts import WeightCounts
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.model_config import read_model_config
 from quire.types.errors import ModelLoadError

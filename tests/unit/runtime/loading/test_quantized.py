@@ -21,8 +21,8 @@ from quire.config.engine import DeviceConfig
 from quire.kernels.native.int8_panels import is_int8_format
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.native import GatheredMultiply, IntegerProduct, LevelProduct, NativeMultiply
-from quire.runtime.layers.product import BaseProduct
+from quire.runtime.layers.gemm import BaseGemm
+from quire.runtime.layers.native import GatheredMultiply, IntegerGemm, LevelGemm, NativeMultiply
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.quantization.activations import RoundedMultiply
@@ -108,9 +108,9 @@ def test_native_products_give_what_expanded_weights_give(
     """Scales and offsets in half precision: a part in 2048, which only zero points and float32 scales need. Integer
     products round rows to 16 bits."""
     found = last_logits(name, "auto", integer=integer)
-    monkeypatch.setattr(LevelProduct, "keeps", BaseProduct.keeps)
-    for product in (LevelProduct, IntegerProduct):
-        monkeypatch.setattr(product, "pack_quantized", BaseProduct.pack_quantized)
+    monkeypatch.setattr(LevelGemm, "keeps", BaseGemm.keeps)
+    for product in (LevelGemm, IntegerGemm):
+        monkeypatch.setattr(product, "pack_quantized", BaseGemm.pack_quantized)
     wanted = last_logits(name, "auto")
     is_rounded = "asym" in name or name == "awq" or "bnb" in name
     exact = 1e-3 if integer else 1e-4

@@ -203,7 +203,7 @@ def test_ranks_with_mxfp4_experts_give_the_outputs_of_one(attention: str, tmp_pa
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_ranks_with_parts_of_mxfp4_experts_hold_them_as_they_are_stored_and_as_planned(tmp_path: Path) -> None:
-    from quire.kernels.triton.grouped_nibbles import NibbleStack
+    from quire.kernels.triton.grouped_w4 import W4Stack
 
     write_gpt_oss(tmp_path, size=352)
     parallel, held = ParallelConfig(tensor=2), []
@@ -213,8 +213,8 @@ def test_ranks_with_parts_of_mxfp4_experts_hold_them_as_they_are_stored_and_as_p
         load_weights(model, checkpoint)
         stacks = [layer.stack for layer in model.modules() if isinstance(layer, ExpertLinear)]
         assert len(stacks) == 2
-        assert all(isinstance(stack, NibbleStack) for stack in stacks)
-        held.append(sum(each.data.nbytes + each.scales.nbytes for each in stacks if isinstance(each, NibbleStack)))
+        assert all(isinstance(stack, W4Stack) for stack in stacks)
+        held.append(sum(each.data.nbytes + each.scales.nbytes for each in stacks if isinstance(each, W4Stack)))
     assert max(held) <= largest_rank(open_checkpoint(files_at(tmp_path)).config, parallel).levels.gpu_bytes
 
 

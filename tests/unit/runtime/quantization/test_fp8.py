@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.kernels.reference.quantize import quantize_rows
-from quire.runtime.layers.product import DenseProduct
-from quire.runtime.layers.rounded import RoundedProduct
+from quire.runtime.layers.gemm import DenseGemm
+from quire.runtime.layers.rounded import RoundedGemm
 from quire.runtime.quantization import fp8
 from quire.runtime.quantization.fp8 import ScaledRows, multiply_scaled, rounded
 from tiny_models import DEVICE
@@ -45,5 +45,5 @@ def test_a_scaled_product_is_that_of_the_values(rows: int, outputs: int, inputs:
 
 def test_a_product_without_kernels_rounds_both_operands() -> None:
     weight, x, bias = noise(16, 24), noise(3, 24, seed=1), noise(16, seed=2)
-    multiply = RoundedProduct(DenseProduct(torch.float32)).pack(weight, bias)
+    multiply = RoundedGemm(DenseGemm(torch.float32)).pack(weight, bias)
     torch.testing.assert_close(multiply(x), rounded(x) @ rounded(weight).t() + bias)

@@ -13,9 +13,9 @@ from quire.config.engine import DeviceConfig
 from quire.config.model import Heads
 from quire.kernels.reference.quantize import quantize_rows_int8
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.gemm import DenseGemm, Multiply, PartsMultiply
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.product import DenseProduct, Multiply, PartsMultiply
-from quire.runtime.layers.quantizing import QUANTIZERS, QuantizingProduct
+from quire.runtime.layers.quantizing import QUANTIZERS, QuantizingGemm
 from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.hf.quantized.integers import Integers
 from quire.runtime.quantization.activations import ActivationScheme
@@ -187,7 +187,7 @@ def test_parts_may_be_stored_in_different_ways() -> None:
 
 
 def test_a_plain_part_beside_quantized_ones_keeps_no_memory_but_its_own() -> None:
-    class Recording(DenseProduct):
+    class Recording(DenseGemm):
         def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
             packed.append(weight)
             return super().pack(weight, bias)
@@ -254,7 +254,7 @@ def test_a_product_that_quantizes_is_that_of_the_quantized_weight(quantization: 
     quantize = QUANTIZERS[quantization]  # type: ignore[index]
     small = quantize(weight)
     rows = x if small.activations is None else small.activations.rounded(x)
-    found = QuantizingProduct(DenseProduct(torch.float32), quantize).pack(weight, bias)(x)
+    found = QuantizingGemm(DenseGemm(torch.float32), quantize).pack(weight, bias)(x)
     torch.testing.assert_close(found, rows @ small.values().t() + bias)
 
 

@@ -13,8 +13,8 @@ import torch
 
 from deferred_streams import World
 from interpreter import HAS_TRITON
+from kv_layouts import one_group
 from quire.config.engine import CacheConfig
-from quire.config.kv_cache import one_group
 from quire.config.model import Heads
 from quire.runtime.tiers.host_store import HostStore
 from quire.runtime.tiers.link import NOTHING_COPIED, Copied, Link, SynchronousLink

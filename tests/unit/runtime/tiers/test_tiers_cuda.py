@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from kv_layouts import one_group
 from quire.config.engine import CacheConfig
-from quire.config.kv_cache import one_group
 from quire.config.model import Heads
 from quire.config.tiers import TierConfig
 from quire.runtime.executor.single import SingleExecutor

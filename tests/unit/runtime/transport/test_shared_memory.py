@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.config.parallel import NO_PARALLEL, ParallelConfig
 from quire.runtime.transport import shared_memory
 from quire.runtime.transport.base import TransportError
 from quire.runtime.transport.sealed import SEAL_BYTES, layout_digest
@@ -19,7 +20,8 @@ from quire.runtime.transport.shared_memory import SharedMemoryTransport
 from quire.types.errors import ConfigError
 
 SIZE = 1000
-LAYOUT = layout_digest("00", "torch.float32", (2, 4), 0, 1)
+ONE = NO_PARALLEL.place(0)
+LAYOUT = layout_digest("00", "torch.float32", (2, 4), ONE)
 LATER = time.monotonic() + 3600.0
 
 
@@ -106,11 +108,12 @@ def test_a_block_of_another_size_is_dropped(change: int, root: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        layout_digest("01", "torch.float32", (2, 4), 0, 1),
-        layout_digest("00", "torch.int8", (2, 4), 0, 1),
-        layout_digest("00", "torch.float32", (4, 2), 0, 1),
-        layout_digest("00", "torch.float32", (2, 4), 0, 2),
-        layout_digest("00", "torch.float32", (2, 4), 1, 2),
+        layout_digest("01", "torch.float32", (2, 4), ONE),
+        layout_digest("00", "torch.int8", (2, 4), ONE),
+        layout_digest("00", "torch.float32", (4, 2), ONE),
+        layout_digest("00", "torch.float32", (2, 4), ParallelConfig(2).place(0)),
+        layout_digest("00", "torch.float32", (2, 4), ParallelConfig(2).place(1)),
+        layout_digest("00", "torch.float32", (2, 4), ParallelConfig(1, 2).place(1)),
     ],
 )
 def test_a_block_of_another_model_layout_or_rank_is_not_read(layout: bytes) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 import pytest
 
 from benchmarks.serving.server import free_port
+from quire.config.parallel import NO_PARALLEL
 from quire.runtime.transport import tcp_peers, tcp_store
 from quire.runtime.transport.base import TransportError
 from quire.runtime.transport.frames import HEAD, MAGIC
@@ -22,7 +23,8 @@ from quire.runtime.transport.tcp_store import TcpStore
 from quire.types.errors import ConfigError
 
 SIZE = 100_000
-LAYOUT = layout_digest("00", "torch.float32", (2, 4), 0, 1)
+ONE = NO_PARALLEL.place(0)
+LAYOUT = layout_digest("00", "torch.float32", (2, 4), ONE)
 TOKEN = b"secret"
 
 
@@ -129,7 +131,7 @@ def test_a_client_that_skips_the_greeting_gets_nothing(store: TcpStore) -> None:
 
 def test_a_block_of_another_model_is_refused(store: TcpStore) -> None:
     store.put(key(1), block(1), soon())
-    peers = peers_of(store.port, layout=layout_digest("01", "torch.float32", (2, 4), 0, 1))
+    peers = peers_of(store.port, layout=layout_digest("01", "torch.float32", (2, 4), ONE))
     assert peers.has([key(1)], soon()) == {key(1)}
     with pytest.raises(TransportError, match="another key, model, layout") as raised:
         got(peers, 1)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kv_layouts import one_group
 from quire.config.engine import CacheConfig
-from quire.config.kv_cache import KVCacheSpec, lay_out, one_group
+from quire.config.kv_cache import KVCacheSpec, lay_out
 from quire.config.model import Heads
 from quire.runtime.worker.cache import KVCache
 from quire.types.step import BlockCopy

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.config.sizes import MIB
-from quire.serving.cli.doctor import describe_hardware, describe_products, find_slow
+from quire.serving.cli.doctor import describe_gemms, describe_hardware, find_slow
 from tests.unit.config.machines import LAPTOP, SERVER
 
 
@@ -45,13 +45,13 @@ def test_a_better_path_that_was_not_built_is_named_beside_the_one_in_use() -> No
 
 def test_each_kind_of_weight_is_named_with_what_multiplies_by_it() -> None:
     native = replace(LAPTOP, native_refusal=None, cpu_path="avx2", level_panels=True, supports_bf16=False)
-    assert dict(describe_products(native)) == {
+    assert dict(describe_gemms(native)) == {
         "float32 weights": "avx2",
         "quantized weights": "avx2, as stored in the file, activations as integers",
         "bfloat16 weights": "avx2, widened to float32 in registers",
     }
     on_tiles = replace(native, cpu_path="amx", supports_bf16=True, tile_units=True, bf16_dots=True)
-    assert dict(describe_products(on_tiles))["bfloat16 weights"] == "amx, in tiles"
+    assert dict(describe_gemms(on_tiles))["bfloat16 weights"] == "amx, in tiles"
     by_dots = replace(on_tiles, cpu_path="i8mm", tile_units=False)
-    assert dict(describe_products(by_dots))["bfloat16 weights"] == "i8mm, by dot products of bfloat16"
-    assert describe_products(replace(native, native_refusal="not built")) == [("gemms", "torch")]
+    assert dict(describe_gemms(by_dots))["bfloat16 weights"] == "i8mm, by dot products of bfloat16"
+    assert describe_gemms(replace(native, native_refusal="not built")) == [("gemms", "torch")]

@@ -151,7 +151,7 @@ class DiskTier:
         self._stores.append(FileMove(key, slot.number))
 
     def fetch(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Order the reading of files into host slots, while fewer than `max_pending` of these slots are held. Returns
+        """Start to read files into host slots, while fewer than `max_pending` of these slots are held. Returns
         the keys that must wait."""
         left: list[bytes] = []
         for key in keys:

@@ -40,18 +40,18 @@ class RemoteTier(DiskTier):
         self.max_pending = max(host.num_slots // 2, 1)
         self._lookups: list[Lookup] = []
         self._asked: dict[int, tuple[bytes, ...]] = {}  # the keys of lookups that no report has answered
-        self._next_number = self._num_ordered = 0
+        self._next_number = self._num_submitted = 0
 
     def store(self, key: bytes, slot: Slot) -> None:
         if self._config.puts:
             before = len(self._storing)
             super().store(key, slot)
-            self._num_ordered += len(self._storing) - before
+            self._num_submitted += len(self._storing) - before
 
     @property
     def put_counts(self) -> tuple[int, int]:
         """Return how many blocks were to be put so far, and how many of them were put or given up."""
-        return self._num_ordered, self._num_ordered - len(self._storing)
+        return self._num_submitted, self._num_submitted - len(self._storing)
 
     def ask(self, awaited: Sequence[bytes], others: Sequence[bytes], seconds: float) -> int | None:
         """Look up which of these blocks the transport has. The lookup waits up to `seconds` for the `awaited` ones.

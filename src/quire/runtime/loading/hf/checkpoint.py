@@ -192,7 +192,7 @@ class HfCheckpoint:
                 if piece.expert == 0:
                     self._check_stack(piece, count)
                 if piece.either_way:
-                    piece = piece.turned(self._stored(stored).shape, describe_weights(self.config).get(known))
+                    piece = piece.transposed_to(self._stored(stored).shape, describe_weights(self.config).get(known))
                 found[known] = piece
         exponents = {piece.exponents for piece in found.values()}
         return {known: piece for known, piece in found.items() if piece.tensor not in exponents}

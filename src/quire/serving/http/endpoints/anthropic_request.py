@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.serving.http.json_body import check_numbers
+from quire.serving.http.validators.tools import TOOL_NAME, check_name
 from quire.serving.http.validators.values import (
     Bounds,
     Flag,
@@ -23,9 +24,6 @@ from quire.types.decoding import StructuredOutputsParams, read_structured_output
 from quire.types.errors import InvalidRequest, UnknownParameter
 
 ROLES = ("user", "assistant", "system")
-MAX_TOOL_NAME = 128
-_TOOL_NAME = r"^[A-Za-z0-9_.\-]{1,128}$"
-_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 _ANYWHERE = frozenset({"type", "cache_control"})
 _BLOCKS = {  # by type of content block: its known members
     "text": _ANYWHERE | {"text", "citations"},
@@ -124,7 +122,7 @@ class AnthropicTools:
             raise UnsupportedParameter(f"{where}.type", reason, f"leave it out, or {_TOOL_FORM}")
         for _, _, error in _unknown(where, tool, _TOOL):
             raise error
-        function: dict[str, Any] = {"name": _tool_name(f"{where}.name", tool.get("name"))}
+        function: dict[str, Any] = {"name": check_name(f"{where}.name", tool.get("name"))}
         if tool.get("description") is not None:
             function["description"] = Text("prompt_characters").check(
                 f"{where}.description", tool["description"], limits
@@ -147,7 +145,7 @@ class AnthropicTools:
             "type": "object",
             "properties": {
                 "type": {"enum": ["custom", None]},
-                "name": {"type": "string", "pattern": _TOOL_NAME},
+                "name": {"type": "string", "pattern": TOOL_NAME},
                 "description": nullable(Text("prompt_characters").schema(limits)),
                 "input_schema": {"type": "object", "properties": {"type": {"const": "object"}}},
                 "strict": {"type": ["boolean", "null"]},
@@ -176,7 +174,7 @@ class AnthropicToolChoice:
             raise error
         choice: Any = {"any": "required"}.get(kind, kind)
         if kind == "tool":
-            name = _tool_name(f"{where}.name", value.get("name"))
+            name = check_name(f"{where}.name", value.get("name"))
             choice = {"type": "function", "function": {"name": name}}
         found: dict[str, Any] = {"tool_choice": choice}
         if value.get("disable_parallel_tool_use") is not None:
@@ -186,7 +184,7 @@ class AnthropicToolChoice:
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
         single = {"disable_parallel_tool_use": {"type": ["boolean", "null"]}}
-        name = {"type": "string", "pattern": _TOOL_NAME}
+        name = {"type": "string", "pattern": TOOL_NAME}
         closed = {"additionalProperties": {"type": "null"}}
         plain = {"type": {"enum": ["auto", "any", "none"]}, **single}
         named = {"type": {"const": "tool"}, "name": name, **single}
@@ -306,7 +304,7 @@ def _call(where: str, block: dict[str, Any], limits: Bounds) -> dict[str, Any]:
     return {
         "id": Text("label", 1).check(f"{where}.id", block.get("id"), limits),
         "type": "function",
-        "function": {"name": _tool_name(f"{where}.name", block.get("name")), "arguments": given},
+        "function": {"name": check_name(f"{where}.name", block.get("name")), "arguments": given},
     }
 
 
@@ -352,13 +350,6 @@ def _check_kind(where: str, block: Any, allowed: tuple[str, ...]) -> None:
     if not isinstance(kind, str) or kind not in allowed:
         reason = f"{shown(kind)} is not supported here; supported: {', '.join(allowed)}"
         raise UnsupportedParameter(f"{where}.type", reason, _TEXT_FORM)
-
-
-def _tool_name(where: str, name: Any) -> str:
-    if not isinstance(name, str) or not 1 <= len(name) <= MAX_TOOL_NAME or not set(name) <= _LETTERS:
-        reason = f"must be 1 to {MAX_TOOL_NAME} letters, digits, dots, dashes or underscores, got {shown(name)}"
-        raise InvalidRequest(where, reason, "rename it")
-    return name
 
 
 # -------------------------------------------------------------------------------------------------- unknown members

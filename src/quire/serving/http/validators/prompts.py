@@ -118,7 +118,7 @@ class Messages:
                 "refusal": label,
                 "function_call": {"type": ["object", "null"]},
                 "audio": {"type": "null"},
-                "annotations": {"type": "null"},
+                "annotations": {"type": ["array", "null"], "maxItems": 0},
             },
             "required": ["role"],
             "additionalProperties": False,

@@ -154,11 +154,11 @@ def _out_of_place(where: str, value: dict[str, Any], kind: str) -> Iterator[Unkn
     """Yield the members that belong to another type of format."""
     for other, members in MEMBERS_OF_TYPE.items():
         for name in members:
-            if other != kind and name in value:
+            if other != kind and value.get(name) is not None:
                 yield value, name, UnknownParameter(f"{where}.{name}", f"needs type={other}")
 
 
 def _unknown(where: str, holder: dict[str, Any], known: tuple[str, ...]) -> Iterator[UnknownField]:
-    for name in holder:
-        if name not in known:
+    for name, member in holder.items():
+        if name not in known and member is not None:
             yield holder, name, UnknownParameter(f"{where}.{name[:80]}", "is not known", f"known: {', '.join(known)}")

@@ -16,12 +16,14 @@ from quire.serving.http.validators.values import (
     UnsupportedParameter,
     drop_unknown_fields,
     nullable,
+    present,
     shown,
 )
 from quire.types.errors import InvalidRequest, UnknownParameter
 
 CHOICES = ("none", "auto", "required")
-_NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
+MAX_TOOL_NAME = 128  # Anthropic's API; OpenAI's has 64
+TOOL_NAME = rf"^[A-Za-z0-9_.\-]{{1,{MAX_TOOL_NAME}}}$"
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 _MEMBERS = {"tool": ("type", "function"), "function": ("name", "description", "parameters", "strict")}
 _CHOICE_MEMBERS = {
@@ -77,7 +79,7 @@ class Tools:
         function = {
             "type": "object",
             "properties": {
-                "name": {"type": "string", "pattern": _NAME},
+                "name": {"type": "string", "pattern": TOOL_NAME},
                 "description": nullable(Text("prompt_characters").schema(limits)),
                 "parameters": nullable(parameters),
                 "strict": nullable(Flag().schema(limits)),
@@ -122,8 +124,8 @@ class ToolChoice:
         known = _CHOICE_MEMBERS.get(str(value.get("type")), ())
         dropped: list[InvalidRequest] = [
             UnknownParameter(f"{where}.{name[:80]}", "is not known", f"send {_NAMED}")
-            for name in value
-            if known and name not in known
+            for name, member in value.items()
+            if known and name not in known and member is not None
         ]
         return {name: member for name, member in value.items() if not known or name in known}, dropped
 
@@ -146,7 +148,7 @@ class ToolChoice:
         return AllowedTools(mode, tuple(tool["function"]["name"] for tool in named))
 
     def schema(self, limits: Bounds) -> Schema:
-        name = {"type": "string", "pattern": _NAME}
+        name = {"type": "string", "pattern": TOOL_NAME}
         nested = {"type": "object", "properties": {"name": name}, "required": ["name"], "additionalProperties": False}
         one = {"type": "object", "additionalProperties": False}
         function = {"const": "function"}
@@ -207,7 +209,7 @@ class FunctionCall:
         return {"type": "function", "function": {"name": check_name(f"{where}.name", value["name"])}}
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
-        name = {"name": {"type": "string", "pattern": _NAME}}
+        name = {"name": {"type": "string", "pattern": TOOL_NAME}}
         named = {"type": "object", "properties": name, "required": ["name"], "additionalProperties": False}
         return {"anyOf": [{"type": "string", "enum": ["none", "auto"]}, named]}
 
@@ -224,22 +226,23 @@ def _named_tool(where: str, value: Any) -> dict[str, Any]:
         raise InvalidRequest(where, f"must be an object, got {shown(value)}", f"send {_NAMED}")
     if value.get("type") != "function":
         raise UnsupportedParameter(f"{where}.type", f'must be "function", got {shown(value.get("type"))}')
+    value = present(value)
     if set(value) == {"type", "name"}:
         return {"type": "function", "function": {"name": check_name(f"{where}.name", value["name"])}}
     for name in value:
         if name not in ("type", "function"):
             raise UnknownParameter(f"{where}.{name[:80]}", "is not known", f"send {_NAMED}")
     function = value.get("function")
-    if not isinstance(function, dict) or set(function) != {"name"}:
+    function = present(function) if isinstance(function, dict) else None
+    if function is None or set(function) != {"name"}:
         raise InvalidRequest(f"{where}.function", "must be an object with a name and nothing else", f"send {_NAMED}")
-    check_name(f"{where}.function.name", function["name"])
-    return value
+    return {"type": "function", "function": {"name": check_name(f"{where}.function.name", function["name"])}}
 
 
 def check_name(where: str, name: Any) -> str:
     """Return the name of a function. Raises InvalidRequest if it is invalid."""
-    if not isinstance(name, str) or not 1 <= len(name) <= 64 or not set(name) <= _LETTERS:
-        reason = f"must be 1 to 64 letters, digits, dots, dashes or underscores, got {shown(name)}"
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_TOOL_NAME or not set(name) <= _LETTERS:
+        reason = f"must be 1 to {MAX_TOOL_NAME} letters, digits, dots, dashes or underscores, got {shown(name)}"
         raise InvalidRequest(where, reason, "rename it")
     return name
 

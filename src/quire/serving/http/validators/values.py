@@ -314,8 +314,7 @@ class Options:
             raise InvalidRequest(where, f"must be an object, got {shown(value)}")
         for error in self.unknown(where, value):
             raise error
-        present = {name: given for name, given in value.items() if given is not None}
-        return {name: self.members[name].check(f"{where}.{name}", given, limits) for name, given in present.items()}
+        return {name: self.members[name].check(f"{where}.{name}", it, limits) for name, it in present(value).items()}
 
     def unknown(self, where: str, value: dict[str, Any]) -> list[UnknownParameter]:
         """Return an error for each unknown member."""
@@ -356,6 +355,11 @@ class Only:
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
         return {"enum": list(self.harmless)} if self.harmless else {"type": "null"}
+
+
+def present(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object without the members that are null, which count as absent."""
+    return {name: member for name, member in value.items() if member is not None}
 
 
 def nullable(schema: Schema) -> Schema:

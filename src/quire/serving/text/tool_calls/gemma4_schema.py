@@ -1,8 +1,8 @@
-"""A JSON schema as a grammar of Gemma 4's notation for values.
+"""Converts a JSON schema to a grammar of Gemma 4's notation for values.
 
-Everything a grammar takes follows the schema; not everything that follows the schema is taken: members stand in
-alphabetic order, an object with properties has no others, and no string holds the quote. A keyword that cannot be
-promised is refused.
+Every value that the grammar allows is valid under the schema. Some valid values are not allowed: members must be in
+alphabetic order, an object with `properties` may have no other members, and strings may not contain the quote. A schema
+with a keyword that the grammar cannot enforce is refused.
 """
 
 from __future__ import annotations
@@ -230,21 +230,21 @@ _BINDING = frozenset({"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"
 
 
 def _only(schema: Schema, *keys: str) -> None:
-    """Raise InvalidRequest where a schema binds its values by keywords that stand beside `keys`."""
+    """Raise InvalidRequest if a schema has keywords besides `keys` that restrict its values."""
     others = sorted((_BINDING & schema.keys()).difference(keys))
     if others:
         raise _refusal(f"hold {others[0]} beside {keys[0]}, which cannot be promised in this model's format")
 
 
 def _refuse_bounds(schema: Schema) -> None:
-    """Raise InvalidRequest for a keyword that the grammar cannot keep."""
+    """Raise InvalidRequest for a keyword that the grammar cannot enforce."""
     found = sorted(_REFUSED & schema.keys()) + ["uniqueItems"] * bool(schema.get("uniqueItems"))
     if found:
         raise _refusal(f"hold {found[0]} in a schema, which cannot be promised in this model's format")
 
 
 def _count(schema: Schema, key: str) -> int | None:
-    """Return a number of characters or items. Raises InvalidRequest for what is none."""
+    """Return the value of a keyword that counts characters or items. Raises InvalidRequest if it is no count."""
     value = schema.get(key)
     if value is None:
         return None
@@ -267,7 +267,7 @@ def _pattern(pattern: object) -> str:
 
 
 def _are_disjoint(members: Sequence[object]) -> bool:
-    """Whether no value follows two of these schemas: each names one type, and no type is named twice."""
+    """Whether no value is valid under two of these schemas: each names one type, and no type is named twice."""
     kinds = [member.get("type") if isinstance(member, Mapping) else None for member in members]
     kinds = ["number" if kind == "integer" else kind for kind in kinds]
     return all(isinstance(kind, str) for kind in kinds) and len(set(kinds)) == len(kinds)

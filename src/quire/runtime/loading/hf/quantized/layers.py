@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config.level_bytes import integer_bytes, packed_bytes, table_bytes
-from quire.config.model import ModelConfig, StoredLevels
+from quire.config.model import ModelConfig
+from quire.config.weight_counts import StoredLevels
 from quire.runtime.loading.hf.directory import weight_files
 from quire.runtime.loading.hf.names import part_names
 from quire.runtime.loading.hf.quantized.method import BadTensors, Layout, Method

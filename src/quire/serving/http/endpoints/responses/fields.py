@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from quire.serving.http.endpoints.responses.input_items import InputItems
+from quire.serving.http.endpoints.responses.tools import FunctionChoice, FunctionTools
 from quire.serving.http.fields import LABELS, LENGTH, MODEL, NAMES, SAMPLING, TEMPLATE, Field, not_supported
 from quire.serving.http.validators.structure import ResponseFormat
-from quire.serving.http.validators.tools import CHOICES, Tools, check_name
 from quire.serving.http.validators.values import (
     MAX_KEY_CHARACTERS,
     Bounds,
@@ -18,13 +17,10 @@ from quire.serving.http.validators.values import (
     Options,
     Schema,
     Text,
-    UnknownField,
-    UnsupportedParameter,
     Whole,
-    drop_unknown_fields,
     shown,
 )
-from quire.types.errors import InvalidRequest, UnknownParameter
+from quire.types.errors import InvalidRequest
 
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = (
@@ -37,89 +33,6 @@ _INCLUDES = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-_TOOL_FORM = 'send {"type": "function", "name": ..., "parameters": {...}}'
-_TOOL_MEMBERS = ("name", "description", "parameters", "strict")
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionTools:
-    """Functions that the model may call. `check` returns them in the form of `/v1/chat/completions`."""
-
-    def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
-        if not isinstance(value, list):
-            raise InvalidRequest(where, f"must be a list of tools, got {shown(value)}", _TOOL_FORM)
-        tools = [_function_tool(f"{where}[{place}]", tool) for place, tool in enumerate(value)]
-        for _, _, error in _unknown_fields(where, value):
-            raise error
-        try:
-            return Tools().check(where, tools, limits)
-        except InvalidRequest as error:
-            raise type(error)(error.field.replace("].function", "]"), error.reason, error.fix) from None
-
-    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
-        return value, drop_unknown_fields(_unknown_fields(where, value)) if isinstance(value, list) else []
-
-    def schema(self, limits: Bounds) -> Schema:
-        nested = Tools().schema(limits)
-        function = nested["items"]["properties"]["function"]
-        members = {"type": {"const": "function"}, **function["properties"]}
-        return {**nested, "items": {**function, "properties": members, "required": ["type", *function["required"]]}}
-
-
-def _unknown_fields(where: str, tools: list[Any]) -> Iterator[UnknownField]:
-    """Yield the unknown members of functions."""
-    for place, tool in enumerate(tools):
-        if isinstance(tool, dict) and tool.get("type") == "function":
-            for name in [name for name in tool if name not in ("type", *_TOOL_MEMBERS) and tool[name] is not None]:
-                fix = f"known: type, {', '.join(_TOOL_MEMBERS)}"
-                yield tool, name, UnknownParameter(f"{where}[{place}].{name[:80]}", "is not known", fix)
-
-
-def _function_tool(where: str, tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict):
-        raise InvalidRequest(where, f"must be an object, got {shown(tool)}", _TOOL_FORM)
-    kind = tool.get("type")
-    if kind != "function":
-        reason = f"{shown(kind)} is a tool that this server does not support; it supports functions only"
-        raise UnsupportedParameter(f"{where}.type", reason, _TOOL_FORM)
-    return {"type": "function", "function": {name: tool[name] for name in _TOOL_MEMBERS if name in tool}}
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionChoice:
-    """Whether the model must call a function, which one, or which ones it may call."""
-
-    def check(self, where: str, value: Any, limits: Bounds) -> str | dict[str, Any]:
-        if isinstance(value, str) and value in CHOICES:
-            return value
-        if not isinstance(value, dict):
-            form = '{"type": "function", "name": ...}'
-            raise InvalidRequest(where, f"must be one of {', '.join(CHOICES)} or {form}, got {shown(value)}")
-        if value.get("type") == "function":
-            check_name(f"{where}.name", value.get("name"))
-            return value
-        if value.get("type") != "allowed_tools":
-            reason = f"{shown(value.get('type'))} is a tool that this server does not support"
-            raise UnsupportedParameter(f"{where}.type", reason, 'use "function" or "allowed_tools"')
-        OneOf(("auto", "required")).check(f"{where}.mode", value.get("mode"), limits)
-        tools = value.get("tools")
-        if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
-            raise InvalidRequest(f"{where}.tools", f"must be a list of functions, got {shown(tools)}")
-        for place, tool in enumerate(tools):
-            check_name(f"{where}.tools[{place}].name", tool.get("name"))
-        return value
-
-    def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
-        name = {"type": "string", "pattern": r"^[A-Za-z0-9_.\-]{1,64}$"}
-        members: Schema = {"type": {"const": "function"}, "name": name}
-        function: Schema = {"type": "object", "properties": members, "required": list(members)}
-        allowed: Schema = {
-            "type": {"const": "allowed_tools"},
-            "mode": {"enum": ["auto", "required"]},
-            "tools": {"type": "array", "items": function, "minItems": 1},
-        }
-        several = {"type": "object", "properties": allowed, "required": list(allowed)}
-        return {"anyOf": [{"type": "string", "enum": list(CHOICES)}, function, several]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +119,10 @@ FIELDS = (
     Field("stream_options", Options({"include_obfuscation": Flag()}), "Events are never padded.", support="no effect"),
     Field("max_output_tokens", Whole(1, "max_tokens"),
           "At most this many new tokens, reasoning included; default: what is left of max_model_len."),
-    Field("tools", FunctionTools(), "Functions that the model may call: names and JSON schemas of their arguments."),
+    Field("tools", FunctionTools(),
+          "Functions that the model may call: names and JSON schemas of their arguments; and namespaces, which hold "
+          "functions (`{\"type\": \"namespace\", \"name\": ..., \"tools\": [...]}`). `web_search` is left out with a "
+          "warning; other hosted tools are refused."),
     Field("tool_choice", FunctionChoice(),
           "`none`: no call; `auto`: the model decides; `required`: it must call a function; an object that names a "
           "function: it must call that one; `allowed_tools`: it may call only these.", "auto"),

@@ -66,8 +66,13 @@ class ResponseWriter:
         self, form: ResponsesFormat, options: ResponseOptions, requests: Sequence[InFlightRequest], emit: Any = None
     ) -> None:
         self._form, self._options, self._requests = form, options, requests
-        as_summary = turn_of(options).reasoning_as_summary
-        self.output = Output(options.reading, emit or (lambda *_: None), reasoning_as_summary=as_summary)
+        turn = turn_of(options)
+        self.output = Output(
+            options.reading,
+            emit or (lambda *_: None),
+            turn.namespaces,
+            reasoning_as_summary=turn.reasoning_as_summary,
+        )
 
     def beginning(self, *, is_queued: bool = False) -> dict[str, Any]:
         """Return the response object without output."""
@@ -181,7 +186,7 @@ class ResponsesStream:
 def _usage_json(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt,
-        "input_tokens_details": {"cached_tokens": usage.num_cached},
+        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},  # writing costs nothing
         "output_tokens": usage.num_output,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning or 0},
         "total_tokens": usage.num_prompt + usage.num_output,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.serving.http.endpoints.responses.tools import name_for_model
 from quire.serving.http.validators.values import (
     Bounds,
     Schema,
@@ -14,6 +15,7 @@ from quire.serving.http.validators.values import (
     UnknownField,
     UnsupportedParameter,
     drop_unknown_fields,
+    nullable,
     shown,
 )
 from quire.serving.text.chat_messages import unknown_of_image
@@ -68,7 +70,13 @@ class InputItems:
         said = {"anyOf": [text, shown_to]}
         message = _record({"type": {"const": "message"}, "role": {"enum": list(ROLES)}, "content": said}, "type")
         label = Text("label", 1).schema(limits)
-        call = _record({"type": {"const": "function_call"}, "call_id": label, "name": label, "arguments": text})
+        called = {
+            "call_id": label,
+            "name": label,
+            "arguments": text,
+            "namespace": nullable(Text("label").schema(limits)),
+        }
+        call = _record({"type": {"const": "function_call"}, **called}, "namespace")
         output = _record({"type": {"const": "function_call_output"}, "call_id": label, "output": content})
         thought = {"type": "array", "items": _record({"type": {"const": "reasoning_text"}, "text": text})}
         reasoning = _record({"type": {"const": "reasoning"}, "content": thought})
@@ -155,6 +163,8 @@ def _check_message(where: str, item: Item, limits: Bounds) -> Item:
 
 def _check_call(where: str, item: Item, limits: Bounds) -> Item:
     checked = {name: Text("label", 1).check(f"{where}.{name}", item.get(name), limits) for name in ("call_id", "name")}
+    if item.get("namespace") is not None:
+        checked["namespace"] = Text("label").check(f"{where}.namespace", item["namespace"], limits)
     arguments = Text("prompt_characters").check(f"{where}.arguments", item.get("arguments"), limits)
     return {"status": "completed", **checked, "arguments": arguments}
 
@@ -271,7 +281,7 @@ def _with_reasoning(message: dict[str, Any], reasoning: str) -> dict[str, Any]:
 
 
 def _call(item: Item) -> dict[str, Any]:
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    function = {"name": name_for_model(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +15,7 @@ from quire.serving.text.message_reading import MessageReading
 from quire.serving.text.parts import CallArguments, CallBegun, Part, Said, Thought
 
 Emit = Callable[[str, dict[str, Any]], None]  # the name of an event, and its members
+Namespaces = Mapping[str, tuple[str, str]]  # see Turn
 ItemStatus = Literal["completed", "incomplete"]
 
 
@@ -112,9 +113,11 @@ class ReasoningItem(OutputItem):
 class CallItem(OutputItem):
     """An item with a function call."""
 
-    def __init__(self, emit: Emit, output_index: int, call: CallBegun) -> None:
+    def __init__(self, emit: Emit, output_index: int, call: CallBegun, namespaces: Namespaces) -> None:
         item = {"id": new_id("fc"), "type": "function_call", "status": "in_progress", "call_id": call.call_id}
-        super().__init__(emit, output_index, {**item, "name": call.name, "arguments": ""})
+        namespace, name = namespaces.get(call.name, ("", call.name))
+        more = {"namespace": namespace} if namespace else {}
+        super().__init__(emit, output_index, {**item, "name": name, **more, "arguments": ""})
 
     def _open(self) -> None:
         pass
@@ -162,9 +165,11 @@ class Output:
     """The output of one response: takes deltas, builds items and emits events. The items do not depend on how the text
     is cut into deltas. White space between other items does not become a message."""
 
-    def __init__(self, reading: MessageReading | None, emit: Emit, *, reasoning_as_summary: bool) -> None:
+    def __init__(
+        self, reading: MessageReading | None, emit: Emit, namespaces: Namespaces, *, reasoning_as_summary: bool
+    ) -> None:
         self._reader = None if reading is None else StreamReader(reading)
-        self._emit, self._as_summary = emit, reasoning_as_summary
+        self._emit, self._namespaces, self._as_summary = emit, namespaces, reasoning_as_summary
         self._open: OutputItem | None = None
         self._space, self._space_logprobs = "", list[bytes]()  # white space that begins a message if text follows
         self._tokens = PendingTokens()
@@ -206,7 +211,7 @@ class Output:
                 self._open = ReasoningItem(self._emit, self._next_index(), as_summary=self._as_summary)
             self._write(part.text)
         elif isinstance(part, CallBegun):
-            self._open = CallItem(self._emit, self._next_index(), part)
+            self._open = CallItem(self._emit, self._next_index(), part, self._namespaces)
         elif isinstance(part, CallArguments):
             self._write(part.text)
 

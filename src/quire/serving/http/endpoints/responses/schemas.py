@@ -17,14 +17,17 @@ _HEAD = {"id": TEXT, "status": _ITEM_STATUS}
 _ITEM: Schema = {
     "anyOf": [
         record({**_HEAD, "type": {"const": "message"}, "role": {"const": "assistant"}, "content": many(_PART)}),
-        record({**_HEAD, "type": {"const": "function_call"}, "call_id": TEXT, "name": TEXT, "arguments": TEXT}),
+        record(
+            {**_HEAD, "type": {"const": "function_call"}, "call_id": TEXT, "name": TEXT, "arguments": TEXT},
+            {"namespace": TEXT},
+        ),
         record({**_HEAD, "type": {"const": "reasoning"}, "summary": many(_PART)}, {"content": many(_PART)}),
     ]
 }
 _USAGE = record(
     {
         "input_tokens": WHOLE,
-        "input_tokens_details": record({"cached_tokens": WHOLE}),
+        "input_tokens_details": record({"cached_tokens": WHOLE, "cache_write_tokens": WHOLE}),
         "output_tokens": WHOLE,
         "output_tokens_details": record({"reasoning_tokens": WHOLE}),
         "total_tokens": WHOLE,

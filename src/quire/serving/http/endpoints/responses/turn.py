@@ -10,6 +10,7 @@ import msgspec
 
 from quire.serving.http.endpoints.responses.fields import OUTPUT_LOGPROBS
 from quire.serving.http.endpoints.responses.input_items import Item, messages_of, new_id
+from quire.serving.http.endpoints.responses.tools import NO_TOOLS
 from quire.serving.http.errors import ApiError
 from quire.serving.http.generation.conversation import render_prompt
 from quire.serving.http.generation.settings import Parameters
@@ -41,6 +42,7 @@ class Turn:
     stores: bool
     in_background: bool
     reasoning_as_summary: bool
+    namespaces: Mapping[str, tuple[str, str]]  # of functions in namespaces: their names for the model to both names
     echoed: Mapping[str, Any]  # response members that repeat request parameters
     warnings: tuple[str, ...]
 
@@ -76,6 +78,7 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
         stores=given.get("store", True),
         in_background=given.get("background", False),
         reasoning_as_summary=any(name in given.get("reasoning", {}) for name in ("summary", "generate_summary")),
+        namespaces=given.get("tools", NO_TOOLS).namespaces,
         echoed=_echoed(given),
         warnings=tuple(warnings),
     )
@@ -161,7 +164,7 @@ def _reasoning_effort(service: Service, given: Parameters, parameters: Parameter
 
 def _tools(service: Service, given: Parameters, parameters: Parameters) -> list[str]:
     """Put the tools and the tool choice into `parameters`. Returns warnings."""
-    tools, choice = list(given.get("tools", ())), given.get("tool_choice", "auto")
+    tools, choice = list(given.get("tools", NO_TOOLS).functions), given.get("tool_choice", "auto")
     if isinstance(choice, dict) and choice["type"] == "function":
         parameters["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
     elif isinstance(choice, dict):
@@ -253,10 +256,7 @@ def _echoed(given: Parameters) -> dict[str, Any]:
     reasoning, text = given.get("reasoning", {}), given.get("text", {})
     found: dict[str, Any] = {name: given.get(name) for name in _ECHOED}
     found["metadata"] = given.get("metadata", {})
-    found["tools"] = [
-        {"type": "function", "description": None, "parameters": None, "strict": None, **tool["function"]}
-        for tool in given.get("tools", ())
-    ]
+    found["tools"] = given.get("tools", NO_TOOLS).given
     found["tool_choice"] = given.get("tool_choice", "auto")
     found["parallel_tool_calls"] = given.get("parallel_tool_calls", True)
     found["reasoning"] = {
