@@ -54,6 +54,10 @@ SMOL: dict[str, Any] = {
         "patch_size": 7,
     },
 }  # fmt: skip
+SIGLIP = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 7, "model_type": "siglip_vision_model", "vision_use_head": False,
+}  # fmt: skip
 # What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
     "apertus": {},
@@ -201,6 +205,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
             "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 8,
         },
+    },
+    "llava_next": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "llama"}, "tie_word_embeddings": False,
+        "image_token_index": 10, "vision_config": {**SIGLIP, "model_type": "clip_vision_model"},
+        "image_grid_pinpoints": [[28, 56], [56, 28]],
+    },
+    "llava_onevision": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "qwen2"}, "tie_word_embeddings": False,
+        "image_token_index": 10, "vision_config": SIGLIP, "image_grid_pinpoints": [[28, 28], [56, 28]],
+    },
+    "internvl": {
+        **dict.fromkeys(COMMON, ...), "text_config": {**COMMON, "model_type": "qwen2"}, "tie_word_embeddings": False,
+        "image_token_id": 10, "vision_config": {
+            "model_type": "internvl_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
+        },
+    },
+    "cohere2_vision": {
+        **dict.fromkeys(COMMON, ...), "tie_word_embeddings": True, "image_token_id": 10,
+        "text_config": {**COMMON, "model_type": "cohere2", "logit_scale": 0.5, "sliding_window": 9, "pad_token_id": 0},
+        "vision_config": SIGLIP, "alignment_intermediate_size": 24,
     },
     "smolvlm": SMOL,
     "idefics3": SMOL,

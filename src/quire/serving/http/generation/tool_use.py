@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from quire.serving.text.tool_calls.shape import MAX_CALLS
 from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams
+
+_TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object", "null"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +127,29 @@ def _call_plan(form: ToolFormat, use: ToolUse, *, has_structure: bool) -> CallPl
             reason = "cannot be enforced in this model's tool call format unless a call is required"
             where = f"tools[{strict[0]}].function.strict"
             raise UnsupportedParameter(where, reason, 'leave it out, or set tool_choice to "required"')
-    functions = [
-        {"name": tool["function"]["name"], "parameters": tool["function"].get("parameters"), "place": place}
-        for place, tool in enumerate(use.tools)
-        if use.name in (None, tool["function"]["name"])
-    ]
+    functions = []
+    for place, function in enumerate(tool["function"] for tool in use.tools):
+        if use.name in (None, function["name"]):
+            parameters = function.get("parameters")
+            is_bound = role != "among" or place in strict or parameters is None
+            parameters = parameters if is_bound else _loosened(parameters)
+            functions.append({"name": function["name"], "parameters": parameters, "place": place})
     return CallPlan(form.name, json.dumps(functions), role, most)
+
+
+def _loosened(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of arguments that keeps the names and types of a tool's parameters, and nothing else: the calls
+    of a tool that is not strict need not match its schema, which may have keywords that no grammar can enforce."""
+    given = parameters.get("properties")
+    properties = {
+        name: {"type": schema["type"]} if isinstance(schema, Mapping) and _is_type(schema.get("type")) else {}
+        for name, schema in (given.items() if isinstance(given, Mapping) else ())
+    }
+    return {"type": "object", "properties": properties}
+
+
+def _is_type(value: Any) -> bool:
+    return value in _TYPES if isinstance(value, str) else isinstance(value, list) and set(map(str, value)) <= _TYPES
 
 
 def keep_special_tokens(service: Service, sampling: SamplingParams, reading: MessageReading | None) -> SamplingParams:
