@@ -39,7 +39,7 @@ class ScoreBias(WeightLayer):
     """Bias [experts], float32, added to each expert's score when experts are ranked. It does not change the weights of
     the chosen experts."""
 
-    parts = ("gate.e_score_correction_bias",)
+    parts: tuple[str, ...] = ("gate.e_score_correction_bias",)
 
     def __init__(self, num: int, placement: Placement, *, is_row: bool = False) -> None:
         """`is_row`: checkpoints store it as [1, experts]."""
