@@ -1,4 +1,4 @@
-"""Times the products of a layer's experts in bfloat16: python -m benchmarks.gpu.experts --shapes gpt-oss-20b
+"""Times the gemms of a layer's experts in bfloat16: python -m benchmarks.gpu.experts --shapes gpt-oss-20b
 
 Gate and up with the gate, and down, each in a captured graph, in microseconds per layer. "dense": gemms of all rows, as
 if there was one expert. "floor": the time of the gemms, or of reading the weights of the experts that the tokens use,
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks.gpu.floor import BANDWIDTH, BF16_RATE
 from quire.kernels.clamp import Clamp
-from quire.kernels.triton.gauge import graph_us
 from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, grouped_gemm, route
+from quire.kernels.triton.measurement import graph_us
 
 CUDA = torch.device("cuda", 0)
 TOKENS = (1, 8, 64, 192, 512, 1024, 2048, 8192)
@@ -77,7 +77,7 @@ class Layer:
         return times
 
     def _floors(self, pairs: int, experts: int) -> tuple[float, float]:
-        """Return the least microseconds of both products, where `experts` experts are used."""
+        """Return the least microseconds of both gemms, where `experts` experts are used."""
         numbers = self._shape.hidden * self._shape.size
         down = 1e6 * max(experts * numbers * 2 / BANDWIDTH, pairs * numbers * 2 / BF16_RATE)
         return 2 * down, down

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quire.kernels.triton.gauge import graph_us
+from quire.kernels.triton.measurement import graph_us
 
 READ_CEILING = 4.68e12  # bytes/s, a read-only stream on one H200
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.gpu import rest_layers, rest_levels, rest_products, rest_small
+from benchmarks.gpu import rest_gemms, rest_layers, rest_levels, rest_small
 from benchmarks.gpu.kernel_timing import Case, measure
 from quire.kernels.triton.gemm_skinny import Workspace
 
@@ -54,7 +54,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="of the products to tune")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="of the gemms to tune")
     parser.add_argument("--kinds", nargs="+", default=["bf16"], choices=["bf16", "w8", "w8a8"], help="to tune")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--seconds", type=float, default=110.0, help="no case starts later")
@@ -64,7 +64,7 @@ def _options() -> argparse.Namespace:
 
 
 def _makers(workspace: Workspace) -> list[Callable[[], Case]]:
-    return [*rest_small.cases(), *rest_products.cases(workspace), *rest_levels.cases(workspace)]
+    return [*rest_small.cases(), *rest_gemms.cases(workspace), *rest_levels.cases(workspace)]
 
 
 def _compile_ahead(options: argparse.Namespace) -> None:
@@ -139,7 +139,7 @@ def _measure_layers(
 def _tune(options: argparse.Namespace, workspace: Workspace) -> list[dict[str, object]]:
     """Print the best tile sizes as entries of `gemm_skinny_plan.MEASURED`."""
     found: list[dict[str, object]] = []
-    for trial in rest_products.tune(workspace, tuple(options.rows), tuple(options.kinds)):
+    for trial in rest_gemms.tune(workspace, tuple(options.rows), tuple(options.kinds)):
         key = trial.layer.shape(trial.rows, trial.kind)
         found.append({"key": key, **trial._asdict(), "layer": trial.layer.name})
         print(

@@ -2,7 +2,7 @@
 
 For each chunk, microseconds of a layer's attention inside a CUDA graph, with all gemms by the matrix that expands
 latents: in the absorbed form and in the expanded one, which of the two a step takes, and what the prediction says of
-both. The last columns are rates in TFLOP/s: of the absorbed attention and its products, of expanding and of attention
+both. The last columns are rates in TFLOP/s: of the absorbed attention and its gemms, of expanding and of attention
 over expanded keys. Both forms must agree; otherwise it exits 1. --tune times further tile sizes of the expanded form.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.report import facts, publish
 from quire.config.attention_memory import SCRATCH_BYTES
 from quire.config.model import Heads, Latent
 from quire.kernels.attention_rule import AttentionRule
-from quire.kernels.triton import gauge
+from quire.kernels.triton import measurement
 from quire.kernels.triton.attention_config import PrefillConfig
 from quire.kernels.triton.attention_expanded import expand_latents, expanded_prefill
 from quire.kernels.triton.attention_latent_prefill import latent_prefill
@@ -50,14 +50,14 @@ TRIALS = (
 
 def timed(calls: Sequence[Callable[[], object]]) -> float:
     """Return microseconds per call, by fewer calls than short kernels need."""
-    with patch.object(gauge, "_CALLS", len(calls)), patch.object(gauge, "_REPLAYS", 5):
-        return gauge.graph_us(calls)
+    with patch.object(measurement, "_CALLS", len(calls)), patch.object(measurement, "_REPLAYS", 5):
+        return measurement.graph_us(calls)
 
 
 class Times(NamedTuple):
     """Microseconds per layer."""
 
-    products: float
+    gemms: float
     absorbed: float  # attention alone
     expand: float
     attend: float
@@ -137,7 +137,7 @@ class Bench:
         return out
 
     def parts(self) -> tuple[float, float, float, float]:
-        """Time the absorbed form's products and attention, and the expanded form's expansion and attention."""
+        """Time the absorbed form's gemms and attention, and the expanded form's expansion and attention."""
         query = self._weights[0][0](self._query).view(self.tokens, self._heads, -1)
         latents, plan = query.new_empty(self.tokens, self._heads, LATENT.rank), self._plan(0)
         prefill = plan.prefill  # type: ignore[attr-defined]
@@ -147,12 +147,12 @@ class Bench:
             )
             for cache in self._caches
         ])  # fmt: skip
-        products = timed([
+        gemms = timed([
             partial(lambda to, back: (to(self._query), back(latents.flatten(1))), *weights)
             for weights in self._weights
         ])  # fmt: skip
         expand, attend = (timed(self.passes_of(which, self.scratch)) for which in (True, False))
-        return products, absorbed, expand, attend
+        return gemms, absorbed, expand, attend
 
     def passes_of(self, expands: bool, scratch: ExpandedScratch) -> list[Callable[[], None]]:
         """Return calls, one for each layer, that run all passes of one of the two kernels of the expanded form."""
@@ -199,7 +199,7 @@ def measure(chunk: tuple[int, int, int], num_heads: int, *, tune: bool) -> tuple
     product = num_heads * (LATENT.nope_dim + LATENT.value_dim) * LATENT.rank
     rates = (
         2e-6 * pairs * (2 * LATENT.rank + LATENT.rope_dim) / times.absorbed,
-        2e-6 * bench.tokens * product / times.products,
+        2e-6 * bench.tokens * product / times.gemms,
         2e-6 * number * (start + count) * product / times.expand,
         2e-6 * pairs * (LATENT.query_dim + LATENT.value_dim) / times.attend,
     )
@@ -223,7 +223,7 @@ def main() -> None:
     options = parser.parse_args()
     header = (
         "chunks", "absorbed, us", "expanded, us", "gain", "takes", "predicted", "passes", "absorbed TFLOP/s",
-        "products", "expand", "attend", "difference",
+        "gemms", "expand", "attend", "difference",
     )  # fmt: skip
     wrong, rows = [], []
     for num_heads in options.heads:

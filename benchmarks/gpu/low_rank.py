@@ -22,9 +22,9 @@ from quire.config.engine import DeviceConfig
 from quire.config.model import Heads
 from quire.kernels.reference.lora import add_low_rank
 from quire.kernels.triton.compiling import compiling_only
-from quire.kernels.triton.gauge import graph_us
 from quire.kernels.triton.lora import OutputBlocks, add_gemm_tiles
 from quire.kernels.triton.lora_gemv import GemvConfig, add_gemv_tiles
+from quire.kernels.triton.measurement import graph_us
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.adapters.slots import parts_of
 from quire.runtime.attention.branches import SideBranch

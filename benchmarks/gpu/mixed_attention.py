@@ -22,7 +22,7 @@ from benchmarks.gpu.attention_cases import HEADS
 from benchmarks.report import facts, publish
 from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
-from quire.kernels.triton.gauge import graph_us
+from quire.kernels.triton.measurement import graph_us
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.registry import make_backend
 from quire.runtime.attention.triton import TritonAttention, TritonPlan

@@ -17,7 +17,6 @@ from benchmarks.gpu.kernel_timing import READ_CEILING, relative_error
 from benchmarks.gpu.nibbles import COLD_BYTES, CUDA, KINDS, LAYERS, make_weight, weight_bytes
 from quire.kernels.clamp import Clamp
 from quire.kernels.cuda.coded_experts import CodedStack, choose_coded_tile, coded_gemm, stack_codes, takes_codes
-from quire.kernels.triton.gauge import graph_us
 from quire.kernels.triton.gemm_skinny import Workspace
 from quire.kernels.triton.gemm_trials import Layer
 from quire.kernels.triton.gemm_w4 import gemm_w4, pack_w4, unpack_w4
@@ -25,6 +24,7 @@ from quire.kernels.triton.gemm_w4_hopper import gemm_w4_hopper
 from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, grouped_gemm, route
 from quire.kernels.triton.grouped_w4 import W4Stack, choose_w4_tilings, grouped_gemm_w4
 from quire.kernels.triton.launch import has_gluon
+from quire.kernels.triton.measurement import graph_us
 from quire.kernels.triton.place_rows import PlacedRows, place_rows
 
 ROWS = (16, 32, 64, 128, 256)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from benchmarks.gpu.kernel_timing import READ_CEILING, relative_error
 from quire.kernels.norm import Norm
-from quire.kernels.triton.gauge import graph_us
-from quire.kernels.triton.gauge_cases import Sizes
 from quire.kernels.triton.gemm_skinny import Workspace
 from quire.kernels.triton.gemm_trials import Layer
 from quire.kernels.triton.gemm_w4 import PackedW4, gemm_w4, pack_w4, unpack_w4
 from quire.kernels.triton.gemv_w4 import GemvTiling, gemv_w4
+from quire.kernels.triton.measurement import graph_us
+from quire.kernels.triton.measurement_cases import Sizes
 
 CUDA = torch.device("cuda")
 LAYERS = Sizes().layers()[:-1]
@@ -106,7 +106,7 @@ class Operands:
         return relative_error(self.call(self.weights[0], case, workspace, True), wanted)
 
 
-def measure_products(rows_of: list[int], workspace: Workspace) -> dict[tuple[str, str, int], GemvTiling]:
+def measure_gemms(rows_of: list[int], workspace: Workspace) -> dict[tuple[str, str, int], GemvTiling]:
     """Return the best tile configuration of each layer, kind and number of rows."""
     best: dict[tuple[str, str, int], tuple[float, GemvTiling]] = {}
     operands, found = None, ""
@@ -143,8 +143,8 @@ def report_chain(kind: str, rows: int, cases: dict[str, Case], workspace: Worksp
     size = sum(weight_bytes(each.weights[0]) for each in layers[0])
 
     def run(dependent: bool) -> None:
-        for products in layers:
-            for each in products:
+        for gemms in layers:
+            for each in gemms:
                 each.call(each.weights[0], cases[each.layer.name], workspace, dependent)
 
     plain, ahead = (graph_us([partial(run, dependent)]) / len(layers) for dependent in (False, True))
@@ -183,7 +183,7 @@ def main() -> None:
     ]
     for worker in workers:
         worker.wait()
-    best = measure_products(options.rows, workspace)
+    best = measure_gemms(options.rows, workspace)
     for kind in KINDS:
         for rows in options.rows:
             chosen = {layer.name: Case(layer, kind, rows, best.get((layer.name, kind, rows))) for layer in LAYERS}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.gpu.kernel_timing import READ_CEILING
 from quire.kernels.norm import Norm
-from quire.kernels.triton.gauge import graph_us
 from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
+from quire.kernels.triton.measurement import graph_us
 from quire.kernels.triton.norm import rms_norm
 from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.rotary import LayerMemory, rotate_and_store

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.kernel_timing import Case, relative_error
-from benchmarks.gpu.rest_products import CUDA
-from quire.kernels.triton.gauge_cases import Sizes
+from benchmarks.gpu.rest_gemms import CUDA
 from quire.kernels.triton.gemm_skinny import Workspace
 from quire.kernels.triton.gemm_trials import Layer
 from quire.kernels.triton.gemm_w4 import PackedW4, gemm_w4, pack_w4, unpack_w4
 from quire.kernels.triton.gemm_w8 import PackedW8, gemm_w8, pack_w8
+from quire.kernels.triton.measurement_cases import Sizes
 
 KINDS = ("w4", "w4 with zeros", "w8", "float8 blocks")
 GROUP = 128
@@ -33,8 +33,8 @@ def _case(layer: Layer, rows: int, kind: str, workspace: Workspace) -> Case:
     weights = [_weight(layer, kind, seed) for seed in range(_count(layer, kind))]
     x = torch.randn(rows, layer.inputs, device=CUDA).bfloat16()
     out = torch.empty(rows, layer.outputs, dtype=torch.bfloat16, device=CUDA)
-    product = gemm_w4 if kind.startswith("w4") else gemm_w8
-    make = partial(product, x, workspace=workspace, activation=layer.activation, out=out)
+    gemm = gemm_w4 if kind.startswith("w4") else gemm_w8
+    make = partial(gemm, x, workspace=workspace, activation=layer.activation, out=out)
     plain = torch.randn(layer.weight_rows, layer.inputs, device=CUDA).bfloat16()
 
     def error() -> float:

@@ -18,8 +18,8 @@ from quire.kernels.reference import sampling as reference_sampling
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.copy import copy_blocks, gather_blocks, scatter_blocks
 from quire.kernels.triton.embedding import embed, embed_newest
-from quire.kernels.triton.gauge import num_copies
 from quire.kernels.triton.logprobs import Logprobs, LogprobSpace, logprobs
+from quire.kernels.triton.measurement import num_copies
 from quire.kernels.triton.norm import add_rms_norm
 from quire.kernels.triton.penalties import RowPenalties, penalize
 from quire.kernels.triton.quantize import quantize_rows

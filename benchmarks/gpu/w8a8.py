@@ -19,13 +19,13 @@ from benchmarks.gpu.kernel_timing import READ_CEILING, relative_error
 from quire.kernels.reference.gemm import gemm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.compiling import compiling_only
-from quire.kernels.triton.gauge import graph_us, num_copies
-from quire.kernels.triton.gauge_cases import Sizes
 from quire.kernels.triton.gemm_scaled_hopper import scaled_gemm
 from quire.kernels.triton.gemm_scaled_hopper_plan import FEWEST_ROWS, takes_weight
 from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
 from quire.kernels.triton.gemm_skinny_plan import MOST_ROWS
 from quire.kernels.triton.gemm_trials import Layer
+from quire.kernels.triton.measurement import graph_us, num_copies
+from quire.kernels.triton.measurement_cases import Sizes
 from quire.kernels.triton.quantize import quantize_rows
 from quire.runtime.quantization.fp8 import ScaledRows, multiply_scaled
 
@@ -110,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="2,16,32,64,96,128,160,192,256,512,2048", help="numbers of rows")
     parser.add_argument("--kinds", default="int8,fp8", help="of int8, fp8")
-    parser.add_argument("--layers", action="store_true", help="print every product, not only their sum")
+    parser.add_argument("--layers", action="store_true", help="print every gemm, not only their sum")
     options = parser.parse_args()
     if not takes_weight(torch.empty(64, 64, dtype=torch.int8, device=CUDA)):
         raise SystemExit("this GPU is not a Hopper GPU")

@@ -168,7 +168,7 @@ def test_every_package_has_a_rule() -> None:
         (SERVE_CONFIG, ("torch", "asyncio", "http.client", "jinja2", "quire.serving.requests")),
         (
             "import quire.serving.process.supervisor",
-            ("torch", "starlette", "uvicorn", "transformers", "huggingface_hub"),
+            ("torch", "numpy", "starlette", "uvicorn", "transformers", "huggingface_hub"),
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Features compose. A crowd runs under a random combination of cache dtypes, quantization, ranks, stages, tiers, block
-sizes, speculation and adapters, with preemption, prefix hits, beams, several samples and aborts. Every answer must be
-the one that its request gets alone. QUIRE_TEST_SEEDS sets how many combinations each family is tried with."""
+sizes, policies, speculation and adapters, with preemption, prefix hits, images, grammars, beams, several samples,
+aborts, pauses, sleep and new weights. Every answer must be the one that its request gets alone. QUIRE_TEST_SEEDS sets
+how many combinations each family is tried with."""
 
 from __future__ import annotations
 
@@ -10,17 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from combinations import CombinationRun, random_combination
+from combinations import PICTURES, Case, CombinationRun, VisionCase, random_combination
 from family_models import FamilyCase
+from mtp_heads import STORED
 from quire.types.errors import ConfigError
 from tests.families.matrix import SAME_BLOCKS
 
+MEETS = (
+    "compared", "preempted", "ngram", "draft_model", "mtp", "cached", "beams", "adapted", "grammars", "samplers",
+    "pause", "sleep", "update_weights", "from a tier",
+)  # fmt: skip
+MOST_SEEDS = 40
 SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "1"))
 
 
-def play(case: FamilyCase, seed: int, folder: Path) -> Counter[str]:
+def play(case: Case, seed: int, folder: Path) -> Counter[str]:
     """Run one combination. Returns what its crowd met; nothing if the model cannot run with these settings."""
-    combination = random_combination(sum(case.name.encode()) * 1_000 + seed, case.checkpoint().config)
+    number, model = sum(case.name.encode()) * 1_000 + seed, case.checkpoint().config
+    combination = random_combination(number, model, has_head=isinstance(case, FamilyCase) and case.name in STORED)
     try:
         run = CombinationRun(case, combination, folder)
     except ConfigError:
@@ -41,8 +49,18 @@ def test_answers_of_a_crowd_are_those_of_each_request_alone(case: FamilyCase, se
     play(case, seed, tmp_path)
 
 
-def test_crowds_meet_what_they_are_made_for(tmp_path: Path) -> None:
-    case, met = FamilyCase("llama", tmp_path / "llama"), Counter[str]()
-    for seed in range(100, 110):
+@pytest.mark.parametrize("name", PICTURES)
+def test_so_are_those_with_images(name: str, tmp_path: Path) -> None:
+    case, met = VisionCase(name, tmp_path / "model"), Counter[str]()
+    for seed in range(SEEDS):
         met += play(case, seed, tmp_path / str(seed))
-    assert all(met[what] for what in ("compared", "preempted", "drafted", "cached", "beams", "adapted")), met
+    assert met["images"] > 0
+
+
+def test_crowds_meet_what_they_are_made_for(tmp_path: Path) -> None:
+    case, met = FamilyCase("qwen3_5_text", tmp_path / "model"), Counter[str]()
+    for seed in range(MOST_SEEDS):
+        met += play(case, seed, tmp_path / str(seed))
+        if all(met[what] for what in MEETS):
+            return
+    raise AssertionError(f"never met: {[what for what in MEETS if not met[what]]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -373,3 +374,23 @@ def test_a_key_opens_the_server_as_anthropics_clients_send_it(serve: Serve) -> N
     assert refused.json()["error"]["type"] == "authentication_error"
     assert server.post(PATH, body(), headers={"x-api-key": "a-key"}).status_code == 200
     assert server.post(PATH, body(), headers={"authorization": "Bearer a-key"}).status_code == 200
+
+
+def test_models_are_listed_in_anthropics_form_for_its_clients(server: TestServer) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = server.get("/v1/models", headers=headers).json()
+    (model,) = listed["data"]
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, MODEL, MODEL)
+    assert (model["type"], model["id"], model["display_name"], model["lifecycle"]) == ("model", MODEL, MODEL, "active")
+    assert datetime.fromisoformat(model["created_at"]).timestamp() == server.service.created
+    assert model == server.get(f"/v1/models/{MODEL}", headers=headers).json()
+    assert server.get("/v1/models").json()["object"] == "list"
+
+
+@pytest.mark.parametrize("parameters", [{"type": "array"}, {"type": "object", "if": {"const": 1}, "then": False}])
+def test_a_schema_that_cannot_be_used_is_refused_as_input_schema(strict: TestServer, parameters: Any) -> None:
+    body = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+    tools = [WEATHER, {"name": "odd", "input_schema": parameters}]
+    refused = strict.post(PATH, {**body, "tools": tools, "tool_choice": {"type": "any"}})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("tools[1].input_schema")

@@ -93,6 +93,7 @@ def test_text_is_answered_with_one_message(client: openai.OpenAI) -> None:
     assert (answer.temperature, answer.metadata, answer.model) == (0.5, {"a": "b"}, MODEL)
     assert answer.usage is not None
     assert answer.usage.output_tokens == len(ANSWERS["user:long?"]) + 1
+    assert answer.usage.input_tokens_details.cache_write_tokens == 0
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 
@@ -268,6 +269,14 @@ def test_functions_in_a_namespace_are_called_by_their_own_names(server: TestServ
 )
 def test_a_tool_that_cannot_be_offered_is_refused_by_its_place(server: TestServer, tools: Any, param: str) -> None:
     assert refusal(server, tools=tools)["param"] == param
+
+
+def test_a_schema_in_a_namespace_that_cannot_be_used_is_refused_by_its_place(server: TestServer) -> None:
+    odd = {**WEATHER, "name": "odd", "parameters": {"type": "object", "if": {}, "then": {}}}
+    tools = [{"type": "web_search"}, WEATHER, {"type": "namespace", "name": "a", "tools": [WEATHER, odd]}]
+    assert refusal(server, tools=tools, tool_choice="required")["param"] == "tools[2].tools[1].parameters"
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "odd"}]}
+    assert refusal(server, tools=[WEATHER, odd], tool_choice=allowed)["param"] == "tools[1].parameters"
 
 
 @pytest.mark.parametrize("kind", ["web_search", "web_search_2025_08_26", "web_search_preview"])

@@ -4,32 +4,65 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from adapter_files import SMALL, make_adapter
+from crowd_requests import ADAPTER, FIRST, LAST, Asked, CrowdKind, random_requests
 from family_models import VOCAB, FamilyCase
+from fuzz_grammars import FuzzGrammars
+from mtp_heads import MtpCase
 from quire.config.model import ModelConfig
-from quire.config.tiers import TierConfig
+from quire.config.tiers import EVICTION_NAMES, TierConfig
+from quire.config.vision import ImageLimits
 from quire.engine.speculation.draft_length import DraftLength
-from quire.types.decoding import BeamRules
+from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
+from quire.runtime.loading.files import files_at
 from quire.types.errors import InvalidRequest
 from quire.types.output import Finished
-from quire.types.request import Abort, Submit
-from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.request import Abort
+from standby_drill import StandbyDrill
 from tiny_models import MemoryCheckpoint, random_checkpoint, tiny_config
+from vision_models import vision_model
 from worker_executor import TinyEngine
 
 LONGEST = 80  # tokens of any sequence
 MAX_STEPS = 5_000
-FIRST = 3  # token ids from here on have no special meaning
-ADAPTER = "adapter"
 LOGPROB_ERROR = 1e-4
+ROW_ENDS = (94, 95)
+# The shapes of the images that a family takes here, in tokens.
+PICTURES: dict[str, tuple[tuple[int, int], ...]] = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4", "gemma4_large"), ((3, 5), (2, 2), (1, 4))),
+    "gemma3": ((4, 4),),
+    "mistral3": ((3, 5), (2, 2), (4, 1)),
+    "smolvlm": ((3, 3),),
+}
+
+
+@dataclass
+class VisionCase:
+    """A tiny model of a family that takes images."""
+
+    name: str
+    directory: Path
+
+    @cached_property
+    def model(self) -> torch.nn.Module:
+        """Saves it too."""
+        return vision_model(self.directory, self.name)
+
+    def checkpoint(self) -> Checkpoint:
+        assert self.model is not None  # its files are there
+        return open_checkpoint(files_at(self.directory))
+
+
+Case = FamilyCase | VisionCase
 
 
 @dataclass
@@ -41,36 +74,17 @@ class Combination:
     others: dict[str, Any] = field(default_factory=dict)
     speculation: dict[str, Any] | None = None
     has_adapter: bool = False
+    has_grammars: bool = False
+    has_disk: bool = False
+    standby: float = 0.0  # the chance that a step is followed by a command about the whole engine
 
     @property
     def is_staged(self) -> bool:
         return "stages" in self.others
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One request of the crowd."""
-
-    name: str
-    prompt: list[int]
-    sampling: dict[str, Any]
-    beam: int = 0
-    end_ids: tuple[int, ...] = ()
-    adapter: str = ""
-
-    def submit(self) -> Submit:
-        return Submit(
-            self.name,
-            tuple(self.prompt),
-            SamplingParams(**{"temperature": 0.0, **self.sampling}),
-            TokenRules(end_ids=self.end_ids),
-            beam=BeamRules(self.beam) if self.beam else None,
-            adapter=self.adapter,
-        )
-
-
-def random_combination(seed: int, model: ModelConfig) -> Combination:
-    """Choose settings that this model can run with."""
+def random_combination(seed: int, model: ModelConfig, *, has_head: bool = False) -> Combination:
+    """Choose settings that this model can run with. `has_head`: it may draft by an MTP head."""
     rng, made = random.Random(seed), Combination(seed)
     made.numeric["attention"] = rng.choice(["native", "native", "auto"])
     if rng.random() < 0.3:
@@ -93,82 +107,96 @@ def random_combination(seed: int, model: ModelConfig) -> Combination:
         "block_size": block_size,
         "num_blocks": few + rng.choice([2, 2, few // 2, 8 * few]),
         "rows": rows,
-        "budget": max(rows, rng.choice([5, 7, 16, 33, 64, 512])),
+        "budget": max(rows, rng.choice([5, 7, 16, 33, 64, 512]), 16 * (model.vision is not None)),
         "depth": rng.randint(1, 3),
+        "policy": rng.choice(["fcfs", "fcfs", "priority", "lpm", "spf", "fair"]),
+        "eviction": rng.choice(EVICTION_NAMES),
     }
     if rng.random() < 0.4:
-        made.others["tiers"] = TierConfig(host_blocks=rng.choice([8, 64, 400]))
-    made.speculation = None if made.is_staged else _random_speculation(rng, is_recurrent=model.recurrent is not None)
-    made.has_adapter = "quantization" not in made.numeric and model.vision is None and rng.random() < 0.3
+        write = rng.choice(["back", "through"])
+        made.others["tiers"] = TierConfig(host_blocks=rng.choice([8, 64, 400]), write=write)
+        made.has_disk = rng.random() < 0.4
+    made.speculation = None if made.is_staged else _random_speculation(rng, model, has_head=has_head)
+    made.has_adapter = rng.random() < 0.3
+    made.has_grammars = rng.random() < 0.35
+    made.standby = rng.choice([0.0, 0.0, 0.02, 0.08])
     return made
 
 
-def _random_speculation(rng: random.Random, *, is_recurrent: bool) -> dict[str, Any] | None:
+def _random_speculation(rng: random.Random, model: ModelConfig, *, has_head: bool) -> dict[str, Any] | None:
     kind, tokens = rng.random(), {"num_speculative_tokens": rng.randint(1, 5)}
+    if has_head and rng.random() < 0.4:
+        return {"method": "mtp", **tokens}
     if kind < 0.2:
         return {"method": "ngram", "prompt_lookup_min": 1, **tokens}
-    if kind < 0.35 and not is_recurrent:
+    if kind < 0.35 and model.recurrent is None:
         return {"method": "self_draft", "num_layers": rng.randint(1, 2), **tokens}
     return {"method": "draft_model", "model": "small", **tokens} if kind < 0.45 else None
-
-
-def random_requests(combination: Combination) -> Iterator[Asked]:
-    """Make requests with prompts of a common stem or of repeated tokens, every way of sampling, and beams."""
-    rng = random.Random(combination.seed + 1)
-    stem = rng.choices(range(FIRST, VOCAB), k=30)
-    for number in range(rng.randint(4, 12)):
-        prompt = stem[: rng.randint(0, 30)] + rng.choices(range(FIRST, VOCAB), k=rng.randint(1, 25))
-        prompt = prompt[:8] * 3 if rng.random() < 0.25 else prompt
-        beam = rng.choice([2, 3]) if rng.random() < 0.12 else 0
-        sampling = {"max_tokens": rng.randint(2, 10), "n": beam} if beam else _random_sampling(rng)
-        if rng.random() < 0.4:  # a short prompt and a long answer: sequences that grow are preempted
-            prompt, sampling = prompt[-6:], sampling | {"max_tokens": 45}
-        end_ids = tuple(rng.choices(range(FIRST, VOCAB), k=2)) if rng.random() < 0.4 else ()
-        adapter = ADAPTER if combination.has_adapter and rng.random() < 0.5 else ""
-        yield Asked(f"r{number}", prompt, sampling, beam, end_ids, adapter)
-
-
-def _random_sampling(rng: random.Random) -> dict[str, Any]:
-    count = rng.randint(1, 20)
-    chosen: dict[str, Any] = {"max_tokens": count, "logprobs": rng.randint(0, 4)}
-    if rng.random() < 0.15:
-        chosen["prompt_logprobs"] = rng.randint(0, 3)
-    if rng.random() < 0.4:
-        return chosen
-    chosen |= {"temperature": rng.choice([0.5, 0.9, 1.3]), "seed": rng.randrange(1000)}
-    chosen |= rng.choice([{}, {"n": rng.randint(2, 4)}, {"n": 2, "best_of": 3}])
-    possible = {
-        "top_k": rng.randint(1, 30), "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.3, "presence_penalty": 0.7,
-        "logit_bias": {rng.randrange(VOCAB): 3.0}, "min_tokens": rng.randint(0, count), "logprob_token_ids": [3, 50],
-    }  # fmt: skip
-    return chosen | {name: value for name, value in possible.items() if rng.random() < 0.2}
 
 
 class CombinationRun:
     """Runs a crowd through an engine with all settings of a combination, and each request alone through a plain one."""
 
-    def __init__(self, case: FamilyCase, combination: Combination, folder: Path) -> None:
+    def __init__(self, case: Case, combination: Combination, folder: Path) -> None:
         self._combination, self._rng = combination, random.Random(combination.seed + 2)
         self.met: Counter[str] = Counter()
-        numeric, others, speculation = combination.numeric, combination.others, combination.speculation
-        more: dict[str, Any] = {"adapters": SMALL} if combination.has_adapter else {}
-        draft = _draft_model() if speculation is not None and speculation["method"] == "draft_model" else None
+        if combination.speculation is not None and combination.speculation["method"] == "mtp":
+            case = _with_head(case, folder)
         checkpoint: Any = case.checkpoint()
-        self.crowded = TinyEngine(checkpoint, speculation, draft=draft, **numeric, **others, **more)
-        if speculation is not None:  # drafts are made whether they pay or not
-            lengths: Any = self.crowded.proposers.lengths  # type: ignore[attr-defined]
-            lengths.length = lambda *given, **_: DraftLength(given[1])
-        self.alone = TinyEngine(checkpoint, **numeric, **more, block_size=16, num_blocks=200, rows=8)
+        self.kind = self._kind_of(case, checkpoint.config)
+        numeric, more = combination.numeric, dict[str, Any](files=files_at(case.directory))
         if combination.has_adapter:
-            make_adapter(folder / ADAPTER, case.model, only=lambda name: "experts" not in name and "router" not in name)
+            more["adapters"] = SMALL
+        if self.kind.pictures:
+            more["images"] = ImageLimits(replace(checkpoint.config.vision.grid, row_ends=self.kind.row_ends))
+        self.crowded = self._make_crowded(case, checkpoint, folder, more)
+        more["policy"] = combination.others["policy"]  # some give a priority a meaning
+        self.alone = TinyEngine(
+            checkpoint, **numeric, **more, block_size=16, num_blocks=200, rows=8, grammars=FuzzGrammars()
+        )
+        self.standby = StandbyDrill(self.crowded.core, self._rng, combination.standby)
+        if combination.has_adapter:
+            make_adapter(folder / ADAPTER, case.model, only=_takes_adapter)
             for engine in (self.crowded, self.alone):
                 engine.core.adapters.load(ADAPTER, str(folder / ADAPTER))
+
+    def _kind_of(self, case: Case, model: ModelConfig) -> CrowdKind:
+        """What the requests of this combination may ask for."""
+        combination = self._combination
+        return CrowdKind(
+            has_adapter=combination.has_adapter,
+            has_grammars=combination.has_grammars,
+            has_priorities=combination.others["policy"] == "priority",
+            pictures=PICTURES[case.name] if isinstance(case, VisionCase) and model.vision is not None else (),
+            row_ends=ROW_ENDS if isinstance(case, VisionCase) and case.name == "mistral3" else (),
+        )
+
+    def _make_crowded(self, case: Case, checkpoint: Any, folder: Path, more: dict[str, Any]) -> TinyEngine:
+        numeric, speculation = self._combination.numeric, self._combination.speculation
+        others, draft = dict(self._combination.others), None
+        if self._combination.has_disk:
+            (folder / "blocks").mkdir(mode=0o700, parents=True)
+            others["tiers"] = replace(others["tiers"], disk_path=str(folder / "blocks"), disk_blocks=300)
+        if speculation is not None and speculation["method"] == "draft_model":
+            draft = _draft_model()
+        elif speculation is not None and speculation["method"] == "mtp":
+            draft = open_checkpoint(replace(files_at(case.directory), is_head=True))
+        self.grammars = FuzzGrammars()
+        made = TinyEngine(checkpoint, speculation, draft=draft, grammars=self.grammars, **numeric, **more, **others)
+        if speculation is not None:  # drafts are made whether they pay or not
+            lengths: Any = made.proposers.lengths  # type: ignore[attr-defined]
+            lengths.length = lambda *given, **_: DraftLength(given[1])
+        return made
 
     def run(self) -> None:
         """Raises an AssertionError at the first answer that is not the one its request gets alone."""
         asked, aborted = self._run_crowd()
         stats = self.crowded.core.stats()
         self.met.update({"preempted": stats.preemptions, "drafted": stats.drafted_tokens})
+        self.met["from a tier"] += stats.host_hits + stats.disk_hits
+        if self._combination.speculation is not None:
+            self.met[self._combination.speculation["method"]] += stats.drafted_tokens
+        self.met += self.standby.met
         for each in asked:
             if each.name not in aborted:
                 self._compare(each)
@@ -178,18 +206,21 @@ class CombinationRun:
     def _run_crowd(self) -> tuple[list[Asked], set[str]]:
         """Submit all requests at random steps, next turns of ended ones too, and abort some."""
         rng, engine = self._rng, self.crowded
-        waiting: list[Asked] = list(random_requests(self._combination))
+        waiting: list[Asked] = list(random_requests(random.Random(self._combination.seed + 1), self.kind))
         asked: list[Asked] = []
         aborted: set[str] = set()
         for _ in range(MAX_STEPS):
-            if not waiting and not engine.core.has_work:
+            if not waiting and not engine.core.has_work and not self.standby.is_away:
                 return asked, aborted
-            while waiting and (rng.random() < 0.4 or not engine.core.has_work):
+            self.standby.turn()
+            while waiting and not self.standby.refuses and (rng.random() < 0.4 or not engine.core.has_work):
                 self._submit(waiting.pop(0), asked)
             if not engine.core.has_work:
                 continue
+            self.grammars.time += 1
             out = engine.core.step()
             engine.core.check()
+            assert engine.core.dead is None, engine.core.dead
             engine.finished |= {message.request_id: message for message in out.finished}
             ended = {message.request_id: message for message in out.finished if message.error is None}
             waiting += [turn for each in asked if (turn := self._next_turn(each, ended.get(each.name)))]
@@ -217,7 +248,8 @@ class CombinationRun:
         rng = self._rng
         if ended is None or asked.beam or rng.random() > 0.3:
             return None
-        prompt = [*asked.prompt, *ended.samples[0].token_ids, *rng.choices(range(FIRST, VOCAB), k=3)]
+        said = [token for token in ended.samples[0].token_ids if token < LAST]
+        prompt = [*asked.prompt, *said, *rng.choices(range(FIRST, LAST), k=3)]
         return replace(asked, name=f"{asked.name}+", prompt=prompt) if len(prompt) < LONGEST - 25 else None
 
     def _compare(self, asked: Asked) -> None:
@@ -234,7 +266,22 @@ class CombinationRun:
         self.met["compared"] += 1
         self.met["adapted"] += bool(asked.adapter)
         self.met["beams"] += bool(asked.beam)
+        self.met["images"] += bool(asked.images)
+        self.met["grammars"] += bool(asked.grammar)
+        self.met["beams with grammars"] += bool(asked.grammar and asked.beam)
+        self.met["samplers"] += "extra" in asked.sampling
         self.met["cached"] += found.num_cached_tokens > 0
+
+
+def _takes_adapter(name: str) -> bool:
+    return not any(word in name for word in ("experts", "router", "vision", "visual", "projector", "connector"))
+
+
+def _with_head(case: Case, folder: Path) -> Case:
+    """The same model with an MTP head in its files."""
+    made = MtpCase(FamilyCase(case.name, folder / "headed"))
+    made.save()
+    return made.case
 
 
 def _draft_model() -> MemoryCheckpoint:

@@ -195,6 +195,18 @@ def falcon_settings(config: Any) -> dict[str, object]:
     }
 
 
+def bloom_settings(config: Any) -> dict[str, object]:
+    return {
+        "block_count": config.n_layer,
+        "context_length": 2_048,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": 4 * config.hidden_size,
+        "attention.head_count": config.n_head,
+        "attention.head_count_kv": config.n_head,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+    }
+
+
 def gpt2_settings(config: Any) -> dict[str, object]:
     return {
         "block_count": config.n_layer,
@@ -443,6 +455,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "gpt_neox": Layout("gptneox", neox_settings, ungrouped),
     "gpt_neox-serial": Layout("gptneox", neox_settings, ungrouped, {"use_parallel_residual": False}),
+    "bloom": Layout("bloom", bloom_settings, ungrouped),
     "falcon": Layout("falcon", falcon_settings, ungrouped),
     "falcon-7b": Layout(
         "falcon", falcon_settings, ungrouped,
@@ -513,6 +526,8 @@ _PUBLISHED = {  # of LFM2
 def _published(name: str, architecture: str, *, has_experts: bool) -> str:
     """What the converter's table calls a few tensors."""
     name = name.replace(".dt_bias", ".dt_proj.bias")
+    if architecture == "bloom":
+        return name.removeprefix("transformer.")
     if architecture == "granitehybrid":
         name = name.replace("output_linear", "down_proj")
         name = name if has_experts else name.replace("mlp.shared_expert.", "mlp.")

@@ -67,6 +67,36 @@ HUNYUAN = {
                      "mscale_all_dim": 1.0, "type": "dynamic"},
     "torch_dtype": "bfloat16", "use_rotary_pos_emb": True, "text_end_id": 7, "text_start_id": 6,
 }  # fmt: skip
+BLOOM = {
+    "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0, "architectures": ["BloomForCausalLM"],
+    "bias_dropout_fusion": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "hidden_dropout": 0.0,
+    "layer_norm_epsilon": 1e-05, "masked_softmax_fusion": True, "model_type": "bloom", "offset_alibi": 100,
+    "pretraining_tp": 1, "slow_but_exact": False, "unk_token_id": 0, "vocab_size": 250880,
+}  # fmt: skip
+MPT = {
+    "architectures": ["MPTForCausalLM"], "emb_pdrop": 0, "embedding_fraction": 1.0, "expansion_ratio": 4,
+    "init_device": "cpu", "learned_pos_emb": True, "logit_scale": None, "model_type": "mpt", "no_bias": True,
+    "norm_type": "low_precision_layernorm", "resid_pdrop": 0, "torch_dtype": "bfloat16", "use_cache": False,
+    "verbose": 0, "vocab_size": 50432,
+}  # fmt: skip
+MPT_INNER = {
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "attn_impl": "torch",
+    "attn_pdrop": 0,
+    "attn_type": "multihead_attention",
+    "attn_uses_sequence_id": False,
+    "clip_qkv": None,
+    "prefix_lm": False,
+    "qk_ln": False,
+    "softmax_scale": None,
+}
+GPT_NEO = {
+    "activation_function": "gelu_new", "architectures": ["GPTNeoForCausalLM"], "attention_dropout": 0,
+    "bos_token_id": 50256, "embed_dropout": 0, "eos_token_id": 50256, "initializer_range": 0.02,
+    "intermediate_size": None, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neo",
+    "resid_dropout": 0, "vocab_size": 50257, "window_size": 256,
+}  # fmt: skip
 GPT2 = {
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
     "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
@@ -152,6 +182,21 @@ OTHERS: dict[str, Settings] = {
                        "num_attention_heads": 16, "num_hidden_layers": 24, "vocab_size": 50272,
                        "word_embed_proj_dim": 512, "do_layer_norm_before": False, "dropout": 0.1,
                        "attention_dropout": 0.0},
+    "bloom-560m": BLOOM | {"n_embed": 1024, "n_layer": 24, "num_attention_heads": 16},
+    "bloom-7b1": BLOOM | {"n_embed": 4096, "n_layer": 30, "num_attention_heads": 32},
+    "bloom": BLOOM | {"hidden_size": 14336, "n_layer": 70, "n_head": 112, "seq_length": 2048},
+    "mpt-7b": MPT | {"d_model": 4096, "n_heads": 32, "n_layers": 32, "max_seq_len": 2048, "attn_config": MPT_INNER},
+    "mpt-30b": MPT | {"d_model": 7168, "n_heads": 64, "n_layers": 48, "max_seq_len": 8192, "attn_config": MPT_INNER},
+    "falcon-rw-1b": {
+        "alibi": True, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+        "attention_dropout": 0.0, "bias": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_dropout": 0.0,
+        "hidden_size": 2048, "layer_norm_epsilon": 1e-05, "model_type": "falcon", "multi_query": False,
+        "new_decoder_architecture": False, "num_attention_heads": 32, "num_hidden_layers": 24, "parallel_attn": False,
+        "vocab_size": 50304},
+    "gpt-neo-125m": GPT_NEO | {"attention_types": [[["global", "local"], 6]], "hidden_size": 768, "num_heads": 12,
+                               "num_layers": 12},
+    "gpt-neo-1.3B": GPT_NEO | {"attention_types": [[["global", "local"], 12]], "hidden_size": 2048, "num_heads": 16,
+                               "num_layers": 24},
     "gpt2": GPT2,
     "gpt2-xl": GPT2 | {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True},
     "phi-2": decoder("phi", "PhiForCausalLM", 2560, 10240, 32, (32, 32), 51200, bos_token_id=50256, embd_pdrop=0.0,

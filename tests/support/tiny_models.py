@@ -16,7 +16,8 @@ from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, Schedul
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out, stored_specs
 from quire.config.memory import state_groups
 from quire.config.model import CpuWeights, Heads, ModelConfig, Quantization, Rope
-from quire.config.tiers import TierConfig
+from quire.config.policy import PolicyName
+from quire.config.tiers import EvictionName, TierConfig
 from quire.config.vision import ImageLimits
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.row_programs import RowKernel
@@ -188,13 +189,18 @@ def engine_config(
     images: ImageLimits | None = None,
     adapters: AdapterConfig | None = None,
     cpu_weights: CpuWeights = "integer",
+    policy: PolicyName = "fcfs",
+    eviction: EvictionName = "lru",
 ) -> EngineConfig:
     return EngineConfig(
-        CacheConfig(block_size, num_blocks, layout=layout, tiers=tiers or TierConfig(), groups=groups),
+        CacheConfig(
+            block_size, num_blocks, layout=layout, tiers=tiers or TierConfig(), groups=groups, eviction=eviction
+        ),
         SchedulerConfig(
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
             max_model_len=max_len,
+            policy=policy,
             images=images,
             adapter_slots=0 if adapters is None else adapters.slots,
             preemption="auto" if tiers is None or not tiers.enabled else "swap",  # "auto" depends on measured times

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import BrokenBarrierError
@@ -19,22 +20,29 @@ from quire.config.parallel import ParallelConfig
 from quire.config.rank_model import largest_rank
 from quire.config.speculation import read_speculation, resolve_speculation
 from quire.engine.core import EngineCore
+from quire.engine.decoding.grammar import Grammars, NoGrammars
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.speculation.registry import make_proposers
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.base import BaseModel
+from quire.runtime.models.build import build_model
 from quire.runtime.parallel.group import ONE_RANK
 from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.runtime.parallel.results import merge_results
 from quire.runtime.speculation.make import make_drafter
+from quire.runtime.standby.model import ModelStandby
 from quire.runtime.tiers.make import make_tiers
 from quire.runtime.worker.adapters import make_adapters
 from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.adapters import AdapterInfo
+from quire.types.errors import InvalidRequest
 from quire.types.output import Finished
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.standby import Tag, WeightUpdate
 from quire.types.step import Masks, StepPlan, StepResult, TokenLogprobs
 from quire.types.transfer import TransferReport
 from staged_executor import load_model, make_staged, sampler_of
@@ -73,6 +81,38 @@ class WorkerExecutor:
         assert self.worker.adapters is not None
         self.worker.adapters.store.forget(digest)
 
+    def sleep(self, level: int, tags: Sequence[Tag]) -> None:
+        for standby in self._standbys:
+            standby.sleep(level, tags)
+            if "kv_cache" in tags:
+                spoil(standby)
+
+    def wake_up(self, tags: Sequence[Tag]) -> None:
+        for standby in self._standbys:
+            standby.wake_up(tags)
+
+    def check_weights(self, update: WeightUpdate) -> bool:
+        return {standby.check_weights(update) for standby in self._standbys} == {True}
+
+    def apply_weights(self) -> bool:
+        for worker in self.all_workers:
+            worker.forget_images()
+        return any(self._on_all(lambda worker: worker.standby.apply_weights(), self.all_workers))
+
+    @property
+    def all_workers(self) -> list[Worker]:
+        return [self.worker]
+
+    @property
+    def _standbys(self) -> list[ModelStandby]:
+        standbys = [getattr(worker, "standby", None) for worker in self.all_workers]
+        if None in standbys:
+            raise InvalidRequest("engine", "was made of a checkpoint without files", "give `files`")
+        return standbys  # type: ignore[return-value]
+
+    def _on_all(self, work: Callable[[Any], Any], workers: Sequence[Any]) -> list[Any]:
+        return [work(worker) for worker in workers]
+
     def close(self) -> None:
         self.worker.tiers.close()
         self._results.clear()
@@ -94,6 +134,10 @@ class RanksExecutor(WorkerExecutor):
 
     def _start(self, group: LocalGroup) -> Worker:
         return self._make(Ranks(self._config.place(group.index), group, ONE_RANK))
+
+    @property
+    def all_workers(self) -> list[Worker]:
+        return self.workers
 
     def _on_all(self, work: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
         """What every rank returns. The first exception is raised; the others do not wait for that rank."""
@@ -140,6 +184,15 @@ class RanksExecutor(WorkerExecutor):
         self._results.append(merge_results(results))
 
 
+def spoil(standby: ModelStandby) -> None:
+    """Overwrite the caches that were given back: nobody may read what is in them."""
+    for blocks in standby._memory._caches:  # type: ignore[attr-defined]
+        if blocks.is_floating_point():
+            blocks.fill_(50.0)
+        else:
+            blocks.fill_(0x51)
+
+
 def _result(output: StepOutput) -> StepResult:
     return output.result([tensor.cpu() for tensor in output.tensors])
 
@@ -160,6 +213,8 @@ class TinyEngine:
         expert: bool = False,
         stages: int = 1,  # of a pipeline, each of them a worker in a thread
         ranks: Ranks = ALONE,  # of the one worker, where there is one
+        grammars: Grammars | None = None,
+        files: ModelFiles | None = None,  # of the checkpoint: then the engine can sleep and get new weights
         **settings: Any,
     ) -> None:
         speculation = read_speculation(speculative_config)
@@ -174,7 +229,7 @@ class TinyEngine:
         if config.adapters is not None:
             config = replace(config, scheduler=replace(config.scheduler, adapter_slots=config.adapters.slots))
         self.config = config
-        make = partial(make_worker, checkpoint, config, draft)
+        make = partial(make_worker, checkpoint, config, draft, files=files)
         self.executor: Any
         if stages > 1:
             self.executor = make_staged(checkpoint, config, stages, depth)
@@ -187,7 +242,7 @@ class TinyEngine:
             config.cache,
             config.scheduler,
             checkpoint.config.vocab_size,
-            tools=DecodingTools(proposers=self.proposers),
+            tools=DecodingTools(grammars or NoGrammars(), self.proposers),
         )
         self.finished: dict[str, Finished] = {}
         self.streams: dict[int, list[int]] = {}
@@ -221,23 +276,44 @@ class TinyEngine:
 
 
 def make_worker(
-    checkpoint: MemoryCheckpoint, config: EngineConfig, draft: MemoryCheckpoint | None, ranks: Ranks
+    checkpoint: MemoryCheckpoint,
+    config: EngineConfig,
+    draft: MemoryCheckpoint | None,
+    ranks: Ranks,
+    files: ModelFiles | None = None,
 ) -> Worker:
-    """The worker of a rank."""
+    """The worker of a rank. With `files` it has a ModelStandby, as `standby`."""
     model = checkpoint.config
     builder = LayerBuilder(config.device, model.heads, config.cache.block_size, model.local_heads, ranks=ranks)
-    decoder = load_model(checkpoint, builder)
-    sampler = sampler_of(config, model, builder)
-    adapters = make_adapters(decoder, model, config, builder.backend.kernels)
-    worker = Worker(decoder, builder.backend, sampler, model, config, adapters=adapters, ranks=ranks)
+    standby = None if files is None else ModelStandby(files, model, config, is_random=False)
+    with nullcontext() if standby is None else standby.in_use():
+        decoder = _load(checkpoint, builder, standby, files)
+        sampler = sampler_of(config, model, builder)
+        adapters = make_adapters(decoder, model, config, builder.backend.kernels)
+        worker = Worker(decoder, builder.backend, sampler, model, config, adapters=adapters, ranks=ranks)
 
-    def load(_: ModelConfig, drafting: LayerBuilder) -> BaseModel:
-        assert draft is not None
-        return load_model(draft, drafting)
+        def load(_: ModelConfig, drafting: LayerBuilder) -> BaseModel:
+            assert draft is not None
+            is_head = config.speculation is not None and config.speculation.method == "mtp"
+            own = None if files is None else replace(files, is_head=is_head)
+            return _load(draft, drafting, standby, own)
 
-    worker.drafter = make_drafter(worker, decoder, model, config, load)
+        worker.drafter = make_drafter(worker, decoder, model, config, load)
     worker.tiers = make_tiers(worker.cache, config.cache, ranks.place, triton=builder.backend.kernels == "triton")
+    if standby is not None:
+        worker.standby = standby  # type: ignore[attr-defined]
     return worker
+
+
+def _load(
+    checkpoint: MemoryCheckpoint, builder: LayerBuilder, standby: ModelStandby | None, files: ModelFiles | None
+) -> BaseModel:
+    if standby is None or files is None:
+        return load_model(checkpoint, builder)
+    model = build_model(checkpoint.config, builder)
+    with standby.loading(model, files):
+        load_weights(model, checkpoint)
+    return model
 
 
 def similar_checkpoint(checkpoint: MemoryCheckpoint, noise: float, seed: int = 1) -> MemoryCheckpoint:

@@ -108,6 +108,21 @@ class QueryScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Alibi:
+    """Biases of attention scores that fall with the distance to a key, each head with a slope of its own."""
+
+    most: float = 8.0  # the slopes fall geometrically to 2 ** -most
+    factor: float = 1.0  # on the slopes
+
+    def slopes(self, heads: int) -> list[float]:
+        """Return the slope of each of this many query heads. If their number is no power of two, the last ones have
+        every other slope of twice as many heads as the next lower power of two."""
+        whole = 1 << heads.bit_length() - 1
+        powers = [(i + 1) / whole for i in range(whole)] + [(i + 0.5) / whole for i in range(heads - whole)]
+        return [self.factor * 2.0 ** (-self.most * power) for power in powers]
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in place of the MLP. The router sends each token to its `num_used` highest-ranked
     experts."""
@@ -129,6 +144,7 @@ class Experts:
     has_bias: bool = False  # of the router and of the experts' matrices
     is_gated: bool = True  # experts and shared expert are gated MLPs; False: down(activation(up(x)))
     clamp: tuple[float, float, float] | None = None  # of the gate: limit, alpha and shift; see `kernels/clamp.py`
+    mixer_jitter: float | None = None  # a token's two experts are chosen by `sparse_mixer`, with this jitter
     latent_size: int = 0  # experts read and write vectors of this size, between two projections; 0: hidden states
     held: int | None = None  # number of whole experts on this rank (expert parallelism); None: all
 
@@ -202,6 +218,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False  # of the output head
     qk_norm: bool = False
     head_layer_norms: bool = False  # query and key heads have layer norms, each its own
     qkv_limit: float | None = None  # on the absolute values of queries, keys and values
@@ -209,6 +226,7 @@ class ModelConfig:
     # Per layer: tokens that a token sees, itself included, before it or, in encoders, on both sides; (): no windows.
     windows: tuple[int | None, ...] = ()
     has_chunks: bool = False  # windows are chunks: texts are divided into them, and a token sees those of its own
+    alibi: Alibi | None = None  # biases in place of positions
     local_rope: Rope | None = None  # of layers with a window, if it differs
     local_heads: Heads | None = None  # of layers with a window, if they differ; same number of query heads
     layers_without_rope: tuple[int, ...] = ()
@@ -271,7 +289,7 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return the rotary embedding of a layer; None: it has none."""
-        if layer in self.layers_without_rope:
+        if self.alibi is not None or layer in self.layers_without_rope:
             return None
         return self.local_rope if self.local_rope is not None and self.window_of(layer) is not None else self.rope
 

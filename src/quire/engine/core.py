@@ -244,9 +244,13 @@ class EngineCore:
             self._observer.compiled(group)
 
     def _plan_step(self) -> InFlightStep | None:
-        """Plan the next step. Returns None if nothing can be computed now."""
-        is_stopped = self._dead or (self.standby.is_active and self.standby.stops)
-        plan = None if is_stopped else self._scheduler.plan(self._clock(), self._pipeline.busy)
+        """Plan the next step. Returns None if nothing can be computed now. A stopped engine only copies and deletes
+        blocks of the tiers, which commands wait for."""
+        plan = None
+        if self.standby.is_active and self.standby.stops:
+            plan = self._scheduler.plan_transfers()
+        elif not self._dead:
+            plan = self._scheduler.plan(self._clock(), self._pipeline.busy)
         step = None
         if plan is not None:
             step = self._committer.prepare(plan)

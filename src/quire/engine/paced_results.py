@@ -93,7 +93,7 @@ class PacedResults:
         table = self._scheduler.rows
         for draft in result.drafts:
             sequence = table.sequences[draft.row]
-            if sequence is not None and step.lease_of(draft.row) == table.leases[draft.row]:
+            if sequence is not None and step.lease_of(draft.row) == table.lease_of[draft.row]:
                 try:
                     sequence.controller.proposer.offer(draft.token_ids.tolist())
                 except Exception as error:  # noqa: BLE001 - contain the fault: only this request ends

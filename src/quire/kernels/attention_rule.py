@@ -17,7 +17,8 @@ class AttentionRule:
     multiple of `window` to p. With a softcap, a score becomes softcap *
     tanh(score / softcap). A sink is an extra score without a value: it only adds to the denominator of the softmax. The
     cache holds key / key_scale and value / value_scale; these two per-tensor scales come on top of the per-head scales
-    of a quantized cache.
+    of a quantized cache. With ALiBi, `slope * (key position - query position)` is added to a score; such rules have no
+    softcap.
     """
 
     scale: float
@@ -27,6 +28,11 @@ class AttentionRule:
     key_scale: float = 1.0
     value_scale: float = 1.0
     is_chunked: bool = False  # the window is a chunk
+    slopes: Tensor | None = None  # [query heads], float32: ALiBi
+
+    def __post_init__(self) -> None:
+        if self.slopes is not None and self.softcap is not None:
+            raise ValueError("attention with ALiBi has no softcap")
 
     @property
     def within_chunk(self) -> AttentionRule:
@@ -35,8 +41,8 @@ class AttentionRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether attention is plain causal attention: no window, no softcap, no sinks."""
-        return self.softcap is None and self.window is None and self.sinks is None
+        """Whether attention is plain causal attention: no window, no softcap, no sinks, no ALiBi."""
+        return self.softcap is None and self.window is None and self.sinks is None and self.slopes is None
 
     @property
     def factor(self) -> float:

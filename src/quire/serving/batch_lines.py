@@ -7,11 +7,13 @@ Used by `/v1/batches` and `quire run-batch`. An input line that cannot be read g
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from quire.types.errors import InvalidRequest
 
@@ -152,6 +154,31 @@ def is_result(line: bytes) -> bool:
     except ValueError:
         return False
     return isinstance(value, dict) and {"custom_id", "response", "error"} <= value.keys()
+
+
+class ResultFile:
+    """A file to which whole lines are appended. A context manager that closes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, line: bytes) -> None:
+        """Append a line. Raises OSError, and appends nothing, if there is no room for all of it."""
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
 
 
 def _answered_key(line: bytes, *, keeps_failures: bool) -> str | None:

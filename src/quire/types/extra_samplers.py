@@ -89,9 +89,8 @@ EXTRA_NAMES = tuple(item.name for item in fields(ExtraSamplers))
 def read_extra(name: str, value: object) -> ExtraSamplers | None:
     """Return the samplers of a mapping; None if it turns none on."""
     if isinstance(value, Mapping):
-        unknown = next((key for key in value if key not in EXTRA_NAMES), None)
-        if unknown is not None:
-            raise InvalidRequest(f"{name}.{unknown!s:.80}", "is not known", f"known are: {', '.join(EXTRA_NAMES)}")
+        if unknown := [key for key in value if key not in EXTRA_NAMES]:
+            raise InvalidRequest(f"{name}.{unknown[0]!s:.80}", "is not known", f"known are: {', '.join(EXTRA_NAMES)}")
         value = ExtraSamplers(**value)
     if value is not None and not isinstance(value, ExtraSamplers):
         raise InvalidRequest(name, f"must be an object of samplers, got {shown(value)}")

@@ -11,8 +11,6 @@ from numbers import Integral
 from operator import attrgetter
 from typing import Any, TypeVar
 
-import numpy as np
-
 from quire.types.decoding import StructuredOutputsParams, read_structured_outputs
 from quire.types.errors import InvalidRequest
 from quire.types.extra_samplers import ExtraSamplers, read_extra
@@ -354,10 +352,8 @@ def _check_together(params: SamplingParams) -> None:
 def check_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:
     """Raise InvalidRequest if `ids` contain a token that is outside a vocabulary of `vocab_size` tokens."""
     tokens = ids if isinstance(ids, tuple | list | array) else tuple(ids)
-    if isinstance(tokens, array) and tokens:
-        numbers = np.frombuffer(tokens, dtype=np.int32)
-        if numbers.min() >= 0 and numbers.max() < vocab_size:
-            return
+    if isinstance(tokens, array) and tokens and _highest(tokens) < min(vocab_size, 2**31):
+        return
     if len(tokens) >= _MANY_TOKENS and _are_below(tokens, vocab_size):
         return
     for token in tokens:
@@ -372,4 +368,11 @@ def _are_below(tokens: Sequence[int], limit: int) -> bool:
         packed = struct.pack(f"{len(tokens)}I", *tokens)
     except struct.error:  # an item is negative, too large or not a whole number
         return False
-    return int(np.frombuffer(packed, np.uint32).max()) < limit
+    return _highest(packed) < limit
+
+
+def _highest(tokens: bytes | array[int]) -> int:
+    """Return the highest of 32-bit tokens. A negative one counts as 2**31 or more."""
+    import numpy as np  # the supervisor, which imports this module, does without it
+
+    return int(np.frombuffer(tokens, np.uint32).max())

@@ -121,15 +121,12 @@ class BlockPool:
         """Move these private blocks to the prefix tree, which counts their holders from now on. A block with several
         holders loses one here."""
         holders = self._holders
-        if not self._num_shared and all(map(holders.__getitem__, blocks)):  # each has one holder, as usual
-            for block in blocks:
-                holders[block] = 0
-            return
         for block in blocks:
             count = holders[block]
             if count == 0:
                 raise ValueError(f"block {block} is not private and cannot be cached")
-            self._num_shared -= count == 2
+            if count == 2:
+                self._num_shared -= 1
             holders[block] = count - 1
 
     def note_evictable(self, count: int) -> None:

@@ -115,7 +115,7 @@ class Recorder(EngineObserver):
     def aborting(self, group: Group, abort: Abort) -> None:
         assert self._core is not None
         table, live = self._core.rows, [s for s in group.live if abort.index in (None, s.index)]
-        counts = [len(s.outputs) if s.row is None else int(table.counts[s.row]) for s in live]
+        counts = [len(s.outputs) if s.row is None else table.count_of[s.row] for s in live]
         self._num_aborted = max(counts, default=0)
 
     def aborted(self, group: Group, abort: Abort) -> None:

@@ -30,6 +30,7 @@ class AheadSet:
         self.tick = 0
         self._block_size = block_size
         self._rows: Ints = np.empty(num_rows, dtype=np.int32)
+        self._row_at = self._rows.data  # the same memory: faster for one row
         self._position: dict[int, int] = {}  # row -> its index in `_rows`
         self._snapshot: Ints | None = NO_ROWS
         # By tick: the sequences that join or must leave, and the block lists (by row) of the tables that are full.
@@ -64,7 +65,7 @@ class AheadSet:
         ahead.event = until - ahead.base
         self._events[ahead.event][sequence] = None
         positions = self._position
-        self._rows[len(positions)] = row
+        self._row_at[len(positions)] = row
         positions[row] = len(positions)
         self._snapshot = None
         self.schedule(row, sequence.table, ahead)
@@ -85,8 +86,8 @@ class AheadSet:
                 full.pop(row, None)
             position, last = self._position.pop(row), len(self._position)
             if position != last:
-                moved = int(self._rows[last])
-                self._rows[position] = moved
+                moved = self._row_at[last]
+                self._row_at[position] = moved
                 self._position[moved] = position
             self._snapshot = None
         sequence.ahead = None

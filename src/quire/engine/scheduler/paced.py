@@ -142,7 +142,7 @@ class PacedSet:
         for sequence in list(self.draining):
             row = sequence.row
             assert row is not None
-            if self._rows.counts[row] + sequence.group.num_prompt > sequence.num_computed:
+            if self._rows.count_of[row] + sequence.group.num_prompt > sequence.num_computed:
                 del self.draining[sequence]
                 tokens = self._rows.outputs(row, len(sequence.outputs))
                 sequence.outputs.extend(tokens)

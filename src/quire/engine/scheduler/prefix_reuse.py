@@ -347,12 +347,10 @@ class PrefixReuse:
             num_blocks = None if is_whole else sequence.num_readable // self._block_size
             self.ready += self._in_progress.wake(sequence, num_blocks)
 
-    def publish_last(self, sequence: Sequence, tokens: bytes) -> None:
-        """Publish the computed full blocks of a sequence that has ended, given all its tokens; its table is freed next.
+    def publish_last(self, sequence: Sequence, row: int) -> None:
+        """Publish the computed full blocks of a sequence that has ended and released `row`; its table is freed next.
         Its copies of blocks that are already cached are released."""
-        if self._tree is not None:
-            num_tokens = min(sequence.num_computed, len(tokens) // TOKEN_BYTES)
-            self._publisher.publish_tokens(self._tree, sequence, tokens, num_tokens, leaving=True, with_group=False)
+        self._publisher.publish_last(sequence, row)
 
     def publish_group(self, group: Group, *, leaving: bool = False) -> None:
         """Publish the full blocks of all introduced sequences of a group, which may share blocks, as far as their

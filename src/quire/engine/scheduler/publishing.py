@@ -232,6 +232,13 @@ class Publisher:
                 self.publish_tokens(self._tree, sequence, tokens, num_tokens, leaving=leaving, with_group=with_group)
                 self.live.refresh(sequence)
 
+    def publish_last(self, sequence: Sequence, row: int) -> None:
+        """See PrefixReuse.publish_last."""
+        tree, num_tokens = self._tree, min(sequence.num_computed, sequence.num_tokens)
+        if tree is not None and num_tokens // self._block_size > sequence.table.num_cached:
+            tokens = sequence.group.prompt + self._rows.output_bytes(row)
+            self.publish_tokens(tree, sequence, tokens, num_tokens, leaving=True, with_group=False)
+
     def publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
         """Publish the blocks of running sequences that could extend a match, within the first `limit` tokens. Returns
         whether any was published."""
@@ -249,7 +256,7 @@ class Publisher:
         table, row, tree = sequence.table, sequence.row, self._tree
         assert row is not None
         assert tree is not None
-        num_computed, num_outputs = sequence.num_readable, int(self._rows.counts[row])
+        num_computed, num_outputs = sequence.num_readable, self._rows.count_of[row]
         if num_outputs > len(sequence.outputs):  # results have come since
             num_computed = max(num_computed, sequence.group.num_prompt + num_outputs - 1)
         if num_computed // self._block_size <= table.num_cached:

@@ -35,9 +35,10 @@ class RowTable:
         self.num_not_streamed = 0  # rows whose tokens are not streamed: their handle is negative
         self.num_guided = self.num_observed = 0
         self.leases: Longs = np.zeros(num_rows, dtype=np.int64)  # 0: the row is free
-        self.lease_of: list[int] = [0] * num_rows  # the same, faster to read for one row
+        self.lease_of = self.leases.data  # the same memory: faster for one row
         self.handles: Longs = np.zeros(num_rows, dtype=np.int64)
         self.counts: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens that have come back
+        self.count_of = self.counts.data  # the same memory
         self.limits: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens at which the sequence ends
         self.guided: Bools = np.zeros(num_rows, dtype=np.bool_)  # a grammar's mask applies to each of its samples
         self.observed: Bools = np.zeros(num_rows, dtype=np.bool_)  # a draft proposer observes its tokens
@@ -47,6 +48,7 @@ class RowTable:
         self._capacity = 256  # outputs that a row has memory for
         self._outputs: Ints = np.empty((num_rows, self._capacity), dtype=np.int32)  # [rows, capacity]
         self._flat = self._outputs.reshape(-1)  # the same memory
+        self._flat_view = self._flat.data  # the same memory
         self.starts: Index = np.arange(num_rows) * self._capacity  # offset of each row's outputs in that memory
 
     @property
@@ -77,14 +79,14 @@ class RowTable:
             self._make_room(limit, len(ends))
         sequence.row = row
         self.sequences[row] = sequence
-        self.leases[row] = self.lease_of[row] = lease
+        self.lease_of[row] = lease
         self._next_lease = lease + 1
         self.version += 1
         self.handles[row] = handle = sequence.handle
         if handle < 0:
             self.num_not_streamed += 1
         self.limits[row] = limit
-        self.counts[row] = len(outputs)
+        self.count_of[row] = len(outputs)
         if outputs:
             self._outputs[row, : len(outputs)] = outputs
         if ends != self._end_ids[row]:
@@ -116,13 +118,14 @@ class RowTable:
         return sequence
 
     def release(self, sequence: Sequence) -> int:
-        """Take the sequence's row back, and copy its outputs to the sequence."""
+        """Take the sequence's row back, and copy its outputs to the sequence. They also stay in the row until it is
+        assigned again."""
         row = sequence.row
         assert row is not None
-        sequence.outputs = self._outputs[row, : self.counts[row]].tolist()
+        sequence.outputs = self.outputs(row)
         sequence.row = None
         self.sequences[row] = None
-        self.leases[row] = self.lease_of[row] = 0
+        self.lease_of[row] = 0
         self.version += 1
         if sequence.handle < 0:
             self.num_not_streamed -= 1
@@ -147,9 +150,9 @@ class RowTable:
 
     def extend(self, row: int, tokens: tuple[int, ...]) -> None:
         """Append tokens to one row."""
-        count = int(self.counts[row])
+        count = self.count_of[row]
         self._outputs[row, count : count + len(tokens)] = tokens
-        self.counts[row] = count + len(tokens)
+        self.count_of[row] = count + len(tokens)
 
     def rewrite(self, row: int, outputs: list[int]) -> None:
         """Replace all outputs of one row."""
@@ -158,12 +161,13 @@ class RowTable:
 
     def outputs(self, row: int, start: int = 0) -> list[int]:
         """Return the outputs of a row, from the `start`-th on."""
-        outputs: list[int] = self._outputs[row, start : self.counts[row]].tolist()
-        return outputs
+        first = row * self._capacity
+        return self._flat_view[first + start : first + self.count_of[row]].tolist()
 
     def output_bytes(self, row: int) -> bytes:
         """Return the outputs of a row as int32 bytes."""
-        return self._outputs[row, : self.counts[row]].tobytes()
+        first = row * self._capacity
+        return self._flat_view[first : first + self.count_of[row]].tobytes()
 
     def _make_room(self, outputs: int, end_ids: int) -> None:
         rows, capacity = self._outputs.shape
@@ -172,6 +176,7 @@ class RowTable:
             grown = np.empty((rows, self._capacity), dtype=np.int32)  # unwritten pages take no memory
             grown[:, :capacity] = self._outputs
             self._outputs, self._flat = grown, grown.reshape(-1)
+            self._flat_view = self._flat.data
             self.starts = np.arange(rows) * self._capacity
         width = len(self.end_ids)
         if width < end_ids <= MOST_END_IDS:
@@ -194,7 +199,6 @@ class RowTable:
             assert column | self.many_end_ids.get(row, frozenset()) == set(ends)
         assert len(self.end_ids) <= MOST_END_IDS
         assert all(self.leases[row] == 0 for row in self._free)
-        assert self.lease_of == self.leases.tolist()
         assert self.num_not_streamed == sum(self.sequence_at(row).handle < 0 for row in taken)
         assert self.num_guided == int(self.guided.sum())
         assert self.num_observed == int(self.observed.sum())

@@ -75,10 +75,9 @@ class Scheduler:
         With `keep`, its full blocks stay in the prefix cache.
         """
         if sequence.row is not None:
-            tokens = sequence.group.prompt + self.rows.output_bytes(sequence.row) if keep else b""
-            self._release_row(sequence)
+            row = self._release_row(sequence)
             if keep:
-                self.reuse.publish_last(sequence, tokens)
+                self.reuse.publish_last(sequence, row)
         else:
             self.tiers.release_swapped(sequence)
         sequence.table.free()
@@ -158,14 +157,18 @@ class Scheduler:
         if builder.paced_in_step:
             self.paced.add_drafts_and_masks(builder)
         self.ahead_rows = self.ahead.snapshot() if self.stride else NO_ROWS
-        if (
-            builder.computes_only_ahead
-            and not len(self.ahead_rows)
-            and not builder.loads
-            and not self.tiers.has_transfers
-        ):
+        has_rows = len(self.ahead_rows) or not builder.computes_only_ahead
+        if not (has_rows or builder.loads or self.tiers.has_transfers):
             return None
         return self._finish(builder)
+
+    def plan_transfers(self) -> StepPlan | None:
+        """Return a plan that computes nothing and carries the waiting transfers, or None if there are none."""
+        if not self.tiers.has_transfers:
+            return None
+        self.pool.begin_plan()
+        self.stride, self.ahead_rows = 0, NO_ROWS
+        return self._finish(PlanBuilder(self._budget))
 
     def _finish(self, builder: PlanBuilder) -> StepPlan:
         """Make the plan from what the builder has collected, and advance the tick."""

@@ -38,6 +38,7 @@ def paged_attention(
     is_chunked: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [query heads]
+    slopes: Tensor | None = None,  # [query heads]
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     key_scales: Tensor | None = None,  # of a quantized cache; see cache_quantize.py
@@ -46,7 +47,8 @@ def paged_attention(
     """Return causal attention of the newest tokens of one sequence over all its cached tokens, shaped like `query`.
 
     Position p sees the keys in (p - window, p] or, if windows are chunks, those of its chunk. A sink is a score without
-    a value. `key_scale` and `value_scale` are per-tensor scales of a cache.
+    a value. A slope times (key position - query position) is added to a score (ALiBi). `key_scale` and `value_scale`
+    are per-tensor scales of a cache.
     """
     num_tokens, num_heads, _ = query.shape
     group = num_heads // key_cache.shape[1]
@@ -58,6 +60,8 @@ def paged_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     positions = torch.arange(total, device=query.device)
+    if slopes is not None:
+        scores = scores + slopes.float()[:, None, None] * (positions[None, :] - positions[start:, None])
     visible = positions[None, :] <= positions[start:, None]  # [tokens, total]
     if window is not None and is_chunked:
         visible &= positions[None, :] // window == positions[start:, None] // window

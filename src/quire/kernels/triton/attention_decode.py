@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule, CacheScales, check_cache, check_heads, row_unit
-from quire.kernels.triton.attention_pairs import arrive, kept, load_queries, unit_at, write_pair
+from quire.kernels.triton.attention_pairs import arrive, kept, load_queries, load_slopes, unit_at, write_pair
 from quire.kernels.triton.attention_scaled import compute_of, head_stride, int4_group, scales_of_head
 from quire.kernels.triton.attention_schedule import PROGRAM_NUMBERS, SplitPlan
 from quire.kernels.triton.attention_split import ask_for_tile, attend_tiles, base_of, leave_part, part_slot, program_of
@@ -101,7 +101,7 @@ def _launch(
         query, out, key_cache, value_cache, key_scales, value_scales, tables,
         plan.programs, plan.units, plan.arrivals, plan.parts, plan.extremes,
         members, spans, None if part is None else part.out, None if part is None else part.log_sums,
-        rule.sinks if members is None else None,
+        rule.sinks if members is None else None, rule.slopes,
         query.stride(0), 0 if out is None else out.stride(0), tables.stride(0),
         rule.factor, rule.softcap, rule.value_scale,
         RECORD=PROGRAM_NUMBERS, GROUP=group, KV_HEADS=plan.kv_heads, ROWS=rows, ROWS_PAD=rows_pad,
@@ -119,11 +119,10 @@ def _launch(
 @triton.jit
 def _split_attention(
     query, out, keys, values, key_scales, value_scales, tables, programs, units, arrivals, parts, extremes,
-    members, spans, prefix_out, prefix_log_sums, sinks,
-    query_stride, out_stride, table_stride, factor, cap, value_scale,
-    RECORD: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr,  # of a block
-    HEAD_STRIDE: tl.constexpr, UNIT: tl.constexpr, INT4_GROUP: tl.constexpr,
+    members, spans, prefix_out, prefix_log_sums, sinks, slopes, query_stride, out_stride, table_stride, factor, cap,
+    value_scale, RECORD: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
+    ROWS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, UNIT: tl.constexpr, INT4_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SWAP_AB: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -142,22 +141,23 @@ def _split_attention(
     await_inputs(DEPENDENT)
     while left > 0:
         tiles = tl.cdiv(high - base_of(low, BLOCK_N, BLOCK_SIZE), BLOCK_N)
-        head = offset // tiles
-        first = offset - head * tiles
+        head, first = offset // tiles, offset % tiles
         count = tl.minimum(tiles - first, left)
         q = load_queries(query, unit, head, members, spans, query_stride, GROUP, BLOCK_M, DIM, DIM_PAD).to(COMPUTE)
         inside, table = head * HEAD_STRIDE, tables + row.to(tl.int64) * table_stride
-        of_keys, of_values = key_scales, value_scales
+        of_keys, of_values, own = key_scales, value_scales, slopes
         if key_scales is not None:
             of_keys = scales_of_head(key_scales, head, HEAD_STRIDE, INT4_GROUP)
             of_values = scales_of_head(value_scales, head, HEAD_STRIDE, INT4_GROUP)
+        if slopes is not None:
+            own = load_slopes(slopes, head, GROUP, BLOCK_M)
         acc, top, total = _attend(
-            q, keys + inside, values + inside, of_keys, of_values, table, low, high, first, count, factor, cap,
+            q, keys + inside, values + inside, of_keys, of_values, table, low, high, first, count, factor, cap, own,
             BLOCK_N, BLOCK_SIZE, STRIDE, DIM, UNIT, INT4_GROUP, PRECISION, SWAP_AB,
         )  # fmt: skip
         if count == tiles:
             write_pair(
-                out, acc, top, total, unit, head, low, members, spans, prefix_out, prefix_log_sums, sinks,
+                out, acc, top, total, unit, head, low, high, members, spans, prefix_out, prefix_log_sums, sinks, slopes,
                 out_stride, value_scale, GROUP, KV_HEADS, DIM,
             )  # fmt: skip
         else:
@@ -166,8 +166,8 @@ def _split_attention(
             leave_part(acc, top, total, parts, extremes, slot, ROWS, DIM)
             tl.debug_barrier()  # all threads must have stored the part before its arrival is announced
             arrive(
-                out, unit, head, low, origin, tiles, line, active, arrivals, parts, extremes,
-                members, spans, prefix_out, prefix_log_sums, sinks, out_stride, value_scale,
+                out, unit, head, low, high, origin, tiles, line, active, arrivals, parts, extremes,
+                members, spans, prefix_out, prefix_log_sums, sinks, slopes, out_stride, value_scale,
                 GROUP, KV_HEADS, ROWS, ROWS_PAD, DIM, DIM_PAD, MERGED, MERGE_STAGES,
             )  # fmt: skip
         place += count
@@ -181,18 +181,18 @@ def _split_attention(
 
 @triton.jit
 def _attend(
-    query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
+    query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap, slopes,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, SWAP_AB: tl.constexpr,
 ):  # fmt: skip
     if SWAP_AB:
         acc, top, total = attend_swap_ab(
-            query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
+            query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap, slopes,
             BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, UNIT, PRECISION,
         )  # fmt: skip
     else:
         acc, top, total = attend_tiles(
-            query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
+            query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap, slopes,
             BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, UNIT, GROUP, PRECISION,
         )  # fmt: skip
     return acc, top, total

@@ -142,7 +142,7 @@ def _split_latents(
         )  # fmt: skip
         if count == tiles:
             write_pair(
-                out, acc, top, total, unit, group, low, members, spans, prefix_out, prefix_log_sums, None,
+                out, acc, top, total, unit, group, low, high, members, spans, prefix_out, prefix_log_sums, None, None,
                 out_stride, value_scale, GROUP, GROUPS, RANK,
             )  # fmt: skip
         else:
@@ -151,8 +151,8 @@ def _split_latents(
             leave_part(acc, top, total, parts, extremes, slot, ROWS, RANK)
             tl.debug_barrier()  # all threads must have stored the part before its arrival is announced
             arrive(
-                out, unit, group, low, origin, tiles, line, active, arrivals, parts, extremes,
-                members, spans, prefix_out, prefix_log_sums, None, out_stride, value_scale,
+                out, unit, group, low, high, origin, tiles, line, active, arrivals, parts, extremes,
+                members, spans, prefix_out, prefix_log_sums, None, None, out_stride, value_scale,
                 GROUP, GROUPS, ROWS, ROWS_PAD, RANK, RANK_PAD, 1, MERGE_STAGES,
             )  # fmt: skip
         place += count

@@ -36,8 +36,14 @@ def load_queries(
 
 
 @triton.jit
+def load_slopes(slopes, head, GROUP: tl.constexpr, M: tl.constexpr):
+    """Load the ALiBi slope of each packed query of a pair: [M]."""
+    return tl.load(slopes + head * GROUP + tl.arange(0, M) % GROUP)
+
+
+@triton.jit
 def write_pair(
-    out, acc, top, total, unit, head, low, members, spans, prefix_out, prefix_log_sums, sinks,
+    out, acc, top, total, unit, head, low, high, members, spans, prefix_out, prefix_log_sums, sinks, slopes,
     out_stride, value_scale, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Normalize the result of a pair and store it: in the prefix pass to `prefix_out`, in the decode pass to the
@@ -56,6 +62,8 @@ def write_pair(
         if prefix_out is not None:
             shared = real & (low > 0)
             log_sum = tl.load(prefix_log_sums + number, mask=shared, other=EMPTY)
+            if slopes is not None:  # the prefix pass has computed it relative to a key at `low`
+                log_sum += tl.load(slopes + head) * LOG2_E * (low - high).to(tl.float32)
             prior = tl.load(prefix_out + places, mask=mask & (low > 0), other=0.0)
             acc, top, total = take_in(acc, top, total, log_sum)
             acc += prior * tl.exp2(log_sum - top)[:, None]
@@ -69,8 +77,8 @@ def write_pair(
 
 @triton.jit
 def arrive(
-    out, unit, head, low, origin, tiles, line, active, arrivals, parts, extremes,
-    members, spans, prefix_out, prefix_log_sums, sinks, out_stride, value_scale,
+    out, unit, head, low, high, origin, tiles, line, active, arrivals, parts, extremes,
+    members, spans, prefix_out, prefix_log_sums, sinks, slopes, out_stride, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +93,7 @@ def arrive(
         tl.store(arrival, 0)
         acc, top, total = merge_parts(parts, extremes, begun, ended, ROWS, ROWS_PAD, DIM, DIM_PAD, MERGED, MERGE_STAGES)
         write_pair(
-            out, acc, top, total, unit, head, low, members, spans, prefix_out, prefix_log_sums, sinks,
+            out, acc, top, total, unit, head, low, high, members, spans, prefix_out, prefix_log_sums, sinks, slopes,
             out_stride, value_scale, GROUP, KV_HEADS, DIM,
         )  # fmt: skip
 

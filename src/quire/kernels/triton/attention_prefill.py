@@ -28,7 +28,7 @@ from quire.kernels.triton.attention_scaled import (
     scales_of_head,
 )
 from quire.kernels.triton.attention_split import base_of
-from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, block_ids, fold, slots, squash, take_in
+from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, add_bias, block_ids, fold, slots, squash, take_in
 from quire.kernels.triton.launch import await_inputs, has_gluon, power_of_two
 
 HOPPER_DIMS = (64, 80, 96, 128, 256)  # head sizes that the Hopper kernel supports
@@ -90,13 +90,13 @@ def paged_prefill(
     _, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
     config = plan.config
-    if scales is None and fits_hopper(query, key_cache, value_cache, config.block_m):
+    if scales is None and rule.slopes is None and fits_hopper(query, key_cache, value_cache, config.block_m):
         from quire.kernels.triton.attention_hopper import hopper_prefill  # Gluon is not in every Triton
 
         hopper_prefill(query, key_cache, value_cache, tables, plan.tiles, rule, out, dependent=dependent)
         return out
     _prefill[(plan.tiles.shape[0] * kv_heads,)](
-        query, out, key_cache, value_cache, key_scales, value_scales, tables, plan.tiles, rule.sinks,
+        query, out, key_cache, value_cache, key_scales, value_scales, tables, plan.tiles, rule.sinks, rule.slopes,
         query.stride(0), out.stride(0), tables.stride(0), rule.factor, rule.softcap, rule.window, rule.value_scale,
         GROUP=query_heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=power_of_two(dim), BLOCK_SIZE=block_size,
         STRIDE=key_cache.stride(0), HEAD_STRIDE=head_stride(key_cache), UNIT=row_unit(key_cache),
@@ -128,7 +128,7 @@ def takes_hopper(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 @triton.jit
 def _prefill(
-    query, out, keys, values, key_scales, value_scales, tables, tiles, sinks,
+    query, out, keys, values, key_scales, value_scales, tables, tiles, sinks, slopes,
     query_stride, out_stride, table_stride, factor, cap, window, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, UNIT: tl.constexpr, INT4_GROUP: tl.constexpr,
@@ -164,9 +164,12 @@ def _prefill(
     if key_scales is not None:
         of_keys = scales_of_head(key_scales, head, HEAD_STRIDE, INT4_GROUP)
         of_values = scales_of_head(value_scales, head, HEAD_STRIDE, INT4_GROUP)
+    own_slopes = slopes
+    if slopes is not None:
+        own_slopes = tl.load(slopes + query_head)
     acc, top, total = _attend(
         acc, top, total, q.to(COMPUTE), keys + inside, values + inside, of_keys, of_values, table, ids, start + token,
-        start + lowest, start + highest, end, factor, cap, window,
+        start + lowest, start + highest, end, factor, cap, window, own_slopes,
         BLOCK_N, BLOCK_SIZE, STRIDE, DIM, UNIT, INT4_GROUP, PRECISION, CHUNKED,
     )  # fmt: skip
     acc *= value_scale
@@ -197,7 +200,7 @@ def _first_key(lowest, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, 
 @triton.jit
 def _attend(
     acc, top, total, query, keys, values, key_scales, value_scales, table, ids, place, lowest, highest, end, factor,
-    cap, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    cap, window, slopes, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Attend rows at positions `place` [M], which are within lowest .. highest, to the keys before `end`; `ids` are the
@@ -221,6 +224,8 @@ def _attend(
         if SCALED:
             product *= load_scales(key_scales, here, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE)[None, :]
         scores, unit = squash(product, factor, cap)
+        if slopes is not None:
+            scores = add_bias(scores, unit, slopes, seen[None, :] - place[:, None], 1)
         if (first + BLOCK_N > seen_by_all) | (first < clear):
             visible = (seen[None, :] <= place[:, None]) & (seen < end)[None, :]
             if window is not None:

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.attention_scaled import NO_REACH, fold_scaled, load_scales, load_tile
-from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, prefetch, slots, squash
+from quire.kernels.triton.attention_tile import EMPTY, add_bias, block_ids, fold, prefetch, slots, squash
 
 
 @triton.jit
 def attend_tiles(
-    query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
+    query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap, slopes,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -27,7 +27,8 @@ def attend_tiles(
 
     `keys`, `values` and their scales point at the head within block 0, `table` at the block ids of the sequence. GROUP:
     elements of an int4 head that share a scale, 0 for other caches. Positions past the end repeat the last one and are
-    masked, so nothing outside the sequence is ever read.
+    masked, so nothing outside the sequence is ever read. `slopes` [M]: of ALiBi, or None; exponents are then relative
+    to those of a key at `high`.
     """
     M: tl.constexpr = query.shape[0]
     DIM_PAD: tl.constexpr = query.shape[1]
@@ -58,6 +59,8 @@ def attend_tiles(
         if SCALED:
             product *= of_keys[None, :]
         scores, unit = squash(product, factor, cap)
+        if slopes is not None:
+            scores = add_bias(scores, unit, slopes, place - high, 1)
         scores = tl.where(((place >= low) & (place < high))[None, :], scores, float("-inf"))
         if SCALED:
             acc, top, total, reach = fold_scaled(acc, top, total, reach, scores, unit, v, of_values, PRECISION)

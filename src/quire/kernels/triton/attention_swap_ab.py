@@ -13,7 +13,7 @@ import triton.language as tl
 
 from quire.kernels.triton.attention_scaled import NO_REACH, load_scales, reach_of
 from quire.kernels.triton.attention_split import base_of
-from quire.kernels.triton.attention_tile import EMPTY, block_ids, slots, squash, weigh
+from quire.kernels.triton.attention_tile import EMPTY, add_bias, block_ids, slots, squash, weigh
 from quire.kernels.triton.launch import INTERPRETED
 
 _PYTHON = tl.constexpr(INTERPRETED)
@@ -21,7 +21,7 @@ _PYTHON = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def attend_swap_ab(
-    query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
+    query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap, slopes,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     DIM: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,6 +57,8 @@ def attend_swap_ab(
             product *= of_keys[:, None]
         scores, unit = squash(product, factor, cap)
         place = tile + tl.arange(0, BLOCK_N)
+        if slopes is not None:
+            scores = add_bias(scores, unit, slopes, place - high, 0)
         scores = tl.where(((place >= low) & (place < high))[:, None], scores, float("-inf"))
         weights, fade, top, total = weigh(top, total, scores, unit, 0)
         if key_scales is not None:

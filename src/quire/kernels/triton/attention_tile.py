@@ -37,6 +37,16 @@ def squash(product, factor, cap):
 
 
 @triton.jit
+def add_bias(scores, unit, slopes, places, KEYS: tl.constexpr):
+    """Add ALiBi's biases to scores. `slopes`: of the queries; `places`: of the keys, relative to a position that all
+    keys of a query have in common, or a matrix like the scores. KEYS: the axis of keys."""
+    steps = places.to(tl.float32)
+    if len(places.shape) == 1:
+        steps = tl.expand_dims(steps, 1 - KEYS)
+    return scores + tl.expand_dims(slopes * (LOG2_E / unit), KEYS) * steps
+
+
+@triton.jit
 def fold(acc, top, total, scores, unit, values, PRECISION: tl.constexpr):
     """Update the running output [M, D], maximum exponent [M] and sum [M] with another tile. Masked scores are minus
     infinity."""

@@ -256,7 +256,7 @@ def skinny_gemm(
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // (1 if activation is None else 2)
-    _check_product(x, weight, x_scale, weight_scale, norm)
+    _check_gemm(x, weight, x_scale, weight_scale, norm)
     if out is None:
         like = x if residual is None else residual
         out = torch.empty(rows, outputs, dtype=torch.bfloat16 if like.dtype in SMALL else like.dtype, device=x.device)
@@ -320,7 +320,7 @@ def _exact(x: Tensor, tiling: Tiling) -> int | None:
     return tiling.block_k if tiling.block_m <= FAST_ROWS else None
 
 
-def _check_product(
+def _check_gemm(
     x: Tensor, weight: Tensor, x_scale: Tensor | None, weight_scale: Tensor | None, norm: Norm | None
 ) -> None:
     check_rows(x, "x")

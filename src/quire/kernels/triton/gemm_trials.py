@@ -15,10 +15,10 @@ from quire.kernels.library import FLOAT8_MULTIPLE, multiply_float8
 from quire.kernels.norm import Norm
 from quire.kernels.reference.gemm import gemm
 from quire.kernels.triton.activation import gate
-from quire.kernels.triton.gauge import num_copies
 from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
 from quire.kernels.triton.gemm_skinny_plan import Shape, Tiling, choose_tiling, fits_workspace, rows_held
 from quire.kernels.triton.launch import num_processors
+from quire.kernels.triton.measurement import num_copies
 from quire.kernels.triton.norm import rms_norm
 from quire.kernels.triton.quantize import quantize_rows
 

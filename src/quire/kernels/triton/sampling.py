@@ -23,7 +23,7 @@ from quire.kernels.triton.sampling_filters import (
     FilterSpace,
     count_tile,
     draw_filtered,
-    is_narrow,
+    is_filtered,
     list_tile,
     lowest_candidate,
     ranked_by_weight,
@@ -108,9 +108,9 @@ def _weigh_kernel(
             token = tile * TILE + tl.arange(0, TILE)
             log_min_p = tl.load(log_min_p_ptr + row)
             x = scaled_logits(logits_ptr + entry * logits_stride, token, vocab_size, temperature, best, log_min_p)
-            limited, narrow = row < 0, row < 0
+            limited, filtered = row < 0, row < 0
             if FILTERED:
-                narrow = is_narrow(row, top_k_ptr, top_p_ptr, vocab_size)
+                filtered = is_filtered(row, top_k_ptr, top_p_ptr, vocab_size)
                 limited = ranked_by_weight(row, top_k_ptr, vocab_size) == 0
             if limited:
                 if FILTERED:
@@ -119,7 +119,7 @@ def _weigh_kernel(
                 weight = weights_of(x, best, unit)
                 tl.store(mass_ptr + entry * tiles + tile, tl.sum(weight.to(tl.int64)))
                 if FILTERED:  # noqa: SIM102  the inner condition is evaluated on the device
-                    if narrow:
+                    if filtered:
                         count_tile(x, weight, best, unit, True, counts_ptr + entry * COARSE)
 
 
@@ -137,7 +137,7 @@ def _list_kernel(
     temperature = tl.load(temperature_ptr + row, mask=row >= 0, other=0.0)
     if temperature > 0.0:
         best, _ = row_best(best_ptr + entry * tiles, TILES, tiles)
-        if (tl.abs(best) < float("inf")) & is_narrow(row, top_k_ptr, top_p_ptr, vocab_size):
+        if (tl.abs(best) < float("inf")) & is_filtered(row, top_k_ptr, top_p_ptr, vocab_size):
             temperature = tl.maximum(temperature, COLDEST)
             best = divided(best, temperature)
             token, logits = tile * TILE + tl.arange(0, TILE), logits_ptr + entry * logits_stride
@@ -202,10 +202,10 @@ def _choose_kernel(
             best = divided(best, temperature)
             number = uniform(tl.load(stream_ptr + row), tl.load(length_ptr + entry) - tl.load(num_prompt_ptr + row))
             logits, log_min_p = logits_ptr + entry * logits_stride, tl.load(log_min_p_ptr + row)
-            narrow = row < 0
+            filtered = row < 0
             if FILTERED:
-                narrow = is_narrow(row, top_k_ptr, top_p_ptr, vocab_size)
-            if narrow:
+                filtered = is_filtered(row, top_k_ptr, top_p_ptr, vocab_size)
+            if filtered:
                 if FILTERED:
                     token_id = draw_filtered(
                         logits, vocab_size, temperature, best, log_min_p, unit,
@@ -266,19 +266,20 @@ def sample(
         return
     filters, place = space.filters, (logits.stride(0), vocab_size)
     memory = (None,) * 5 if filters is None else tuple(filters)
-    narrow, unit = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.log_min_p), units(vocab_size)
+    settings = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.log_min_p)
+    unit = units(vocab_size)
     both = {"TILE": TILE, "DEPENDENT": dependent, "num_stages": 1, "launch_pdl": dependent}
     sizes = both | {"TILES": power_of_two(tiles), "COARSE": sampling_filters.COARSE.value}
     lists = {"BINS": sampling_search.BINS.value, "MOST": sampling_filters.MOST_CANDIDATES}
     grid = (entries, tiles)
     _best_kernel[grid](rows, logits, space.best, space.best_id, *place, **both, num_warps=_TILE_WARPS)
     _weigh_kernel[grid](
-        rows, *narrow, logits, space.best, space.mass, memory[0], *place, unit,
+        rows, *settings, logits, space.best, space.mass, memory[0], *place, unit,
         FILTERED=filters is not None, **sizes, num_warps=_TILE_WARPS,
     )  # fmt: skip
     if filters is not None:
         _list_kernel[grid](
-            rows, *narrow, logits, space.best, space.mass, *memory, *place, unit,
+            rows, *settings, logits, space.best, space.mass, *memory, *place, unit,
             PART=min(TILE, _PART), **sizes, **lists, num_warps=_TILE_WARPS,
         )  # fmt: skip
     _choose_kernel[(entries,)](

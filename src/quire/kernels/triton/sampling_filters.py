@@ -57,7 +57,7 @@ class FilterSpace(NamedTuple):
 
 
 @triton.jit
-def is_narrow(row, top_k_ptr, top_p_ptr, vocab_size):
+def is_filtered(row, top_k_ptr, top_p_ptr, vocab_size):
     """Whether a row (not padding) has top_k or top_p."""
     top_k = tl.load(top_k_ptr + row)
     return ((top_k > 0) & (top_k < vocab_size)) | (tl.load(top_p_ptr + row) < 1.0)

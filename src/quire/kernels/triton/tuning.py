@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.kernels.triton.compiling import compiling_only
-from quire.kernels.triton.gauge import Timer
 from quire.kernels.triton.gemm_scaled_hopper_plan import MULTIPLE, takes_rows
 from quire.kernels.triton.gemm_skinny import Workspace
 from quire.kernels.triton.gemm_skinny_plan import MOST_ROWS, Found, Shape, Tiling, fits_workspace, rows_held
 from quire.kernels.triton.gemm_trials import BYTES, Kind, Layer, Operands, candidates
 from quire.kernels.triton.launch import FLOAT8
+from quire.kernels.triton.measurement import Timer
 
 logger = logging.getLogger("quire.kernels")
 
@@ -66,9 +66,9 @@ def tune(layers: Sequence[Layer], run: Run, *, float8: bool, hopper: bool = Fals
     device; gemms that they support are skipped."""
     for layer in layers:
         is_small = float8 and layer.name != "head"
-        has_product = hopper and layer.inputs % MULTIPLE == layer.weight_rows % MULTIPLE == 0
+        has_hopper_kernel = hopper and layer.inputs % MULTIPLE == layer.weight_rows % MULTIPLE == 0
         for rows in FLOAT8_ROWS if is_small else ROWS:
-            if is_small and has_product and takes_rows(rows, FLOAT8):
+            if is_small and has_hopper_kernel and takes_rows(rows, FLOAT8):
                 continue
             small: Kind = "w8" if rows == 1 else "w8a8"
             yield run(layer, rows, small if is_small else "bf16")

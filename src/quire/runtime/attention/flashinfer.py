@@ -91,7 +91,7 @@ class FlashInferAttention:
     def accept(self, rule: AttentionRule) -> None:
         """Accept rules with one scale for all layers, with which the wrappers are planned, and nothing else."""
         if not rule.is_plain:
-            raise _cannot_run("the model has sliding windows, capped scores or attention sinks", 'use "auto"')
+            raise _cannot_run("the model has sliding windows, capped scores, attention sinks or ALiBi", 'use "auto"')
         if self._rule is not None and rule.scale != self._rule.scale:
             raise _cannot_run("layers of the model scale their scores differently", 'use "auto"')
         self._rule, self._common["sm_scale"] = rule, rule.scale

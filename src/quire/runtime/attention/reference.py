@@ -37,7 +37,7 @@ class ReferenceAttention:
             tokens = slice(span.begin, span.begin + span.num_tokens)
             out[tokens] = paged_attention(
                 query[tokens], cache.key, cache.value, span.block_ids, span.start, rule.scale, window=rule.window,
-                is_chunked=rule.is_chunked, softcap=rule.softcap, sinks=rule.sinks, key_scales=cache.key_scales,
-                value_scales=cache.value_scales,
+                is_chunked=rule.is_chunked, softcap=rule.softcap, sinks=rule.sinks, slopes=rule.slopes,
+                key_scales=cache.key_scales, value_scales=cache.value_scales,
             )  # fmt: skip
         return out.flatten(1)

@@ -1,4 +1,4 @@
-"""Attention by torch for layers whose rule has more than a scale: windows, capped scores, sinks."""
+"""Attention by torch for layers whose rule has more than a scale: windows, capped scores, sinks, ALiBi."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.config.attention_memory import SCORE_ELEMENTS
 from quire.kernels.attention_rule import AttentionRule
-
-MASK_ELEMENTS = 1 << 22  # of the largest mask made at once
 
 
 def attend_ruled(
@@ -20,9 +19,14 @@ def attend_ruled(
 ) -> Tensor:
     """Attend causally by the rule. Returns the shape of `query`."""
     length = keys.shape[2]
-    step = max(1, MASK_ELEMENTS // (length * len(query)))
+    scored = 1 if _has_mask_only(rule) else query.shape[1] * query.shape[2]
+    step = max(1, SCORE_ELEMENTS // (length * len(query) * scored))
     pieces = zip(torch.split(query, step, dim=3), torch.split(positions, step, dim=1), strict=True)
     return torch.cat([_attend(some, keys, values, places, rule) for some, places in pieces], dim=3)
+
+
+def _has_mask_only(rule: AttentionRule) -> bool:
+    return rule.softcap is None and rule.sinks is None and rule.slopes is None
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, rule: AttentionRule) -> Tensor:
@@ -31,13 +35,16 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, rule
     if rule.window is not None:
         visible &= seen > positions[..., None] - rule.window
     visible = visible[:, None, None]
-    if rule.softcap is None and rule.sinks is None:
+    if _has_mask_only(rule):
         shape = (*query.shape[:3], *keys.shape[2:])
         both = (keys[:, :, None].expand(shape), values[:, :, None].expand(shape))
         return F.scaled_dot_product_attention(query, *both, attn_mask=visible, scale=rule.scale)
     scores = torch.matmul(query, keys[:, :, None].transpose(-1, -2)).float() * rule.scale
     if rule.softcap is not None:
         scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    if rule.slopes is not None:
+        steps = (seen - positions[..., None]).float()[:, None, None]  # [rows, 1, 1, tokens, length]
+        scores = scores.addcmul_(rule.slopes.view(*query.shape[1:3], 1, 1), steps)
     scores = scores.masked_fill_(~visible, float("-inf"))
     if rule.sinks is not None:
         sinks = rule.sinks.float().view(*query.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)

@@ -95,6 +95,7 @@ class TritonAttention:
         self._scratch: PrefillScratch | None = None
         self._windows: dict[int | None, None] = {}  # the windows of all layers, without duplicates, in order
         self._has_chunks = False  # windows are chunks
+        self._copies = True  # whether the kernel that reads a dequantized copy supports all layers
         self._prefill = prefill_config(heads.dim, dtype, device)
         self._reserved: Reserved | None = None
         self._side: SideBranch | None = None
@@ -104,6 +105,7 @@ class TritonAttention:
         """Accept every rule. Must be called before `reserve`."""
         self._windows[rule.window] = None
         self._has_chunks |= rule.is_chunked
+        self._copies &= rule.slopes is None
 
     def reserve(self, caches: Sequence[LayerCache], max_rows: int, scratch_tokens: int = 0) -> None:
         """Allocate the work lists for steps of up to `max_rows` decodes. `caches`: one layer of each block table.
@@ -112,7 +114,7 @@ class TritonAttention:
         together.
         """
         key = caches[0].seen_keys
-        if self._scratch_config is not None and caches[0].scales is not None and None in self._windows:
+        if self._scratch_config is not None and self._copies and caches[0].scales is not None and None in self._windows:
             self._scratch = PrefillScratch(self._scratch_config, self._heads, scratch_tokens, key.device)
         cascade = allocate_cascade_plan(key, self._heads.num_query, max_rows, max_rows)
         self._reserved = Reserved.of(key, self._heads, max_rows, tuple(self._windows), cascade)

@@ -149,7 +149,12 @@ class VirtualAttention:
 
 def refuse_rule(rule: AttentionRule) -> None:
     """Raise ConfigError for rules that torch's kernels do not support."""
-    named = {"sliding windows": rule.window, "capped scores": rule.softcap, "attention sinks": rule.sinks}
+    named = {
+        "sliding windows": rule.window,
+        "capped scores": rule.softcap,
+        "attention sinks": rule.sinks,
+        "ALiBi": rule.slopes,
+    }
     found = [name for name, value in named.items() if value is not None]
     if found:
         raise ConfigError("kv_layout", f'"virtual" cannot run this model: it has {found[0]}', 'use "paged"')

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.engine import DeviceConfig
-from quire.config.model import Heads, ModelConfig, QueryScaling, Rope
+from quire.config.model import Alibi, Heads, ModelConfig, QueryScaling, Rope
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
@@ -24,6 +24,7 @@ from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads
 from quire.runtime.layers.latent import LatentAttention, LatentExpansion
 from quire.runtime.layers.layer_norm import USUAL_LAYER_NORM, LayerNorm, LayerNormKind
 from quire.runtime.layers.linear import KeysAsValues, Linear
+from quire.runtime.layers.load_time_quantization import choose_quantizing_gemm
 from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
 from quire.runtime.layers.modules import (
     Embedding,
@@ -36,7 +37,6 @@ from quire.runtime.layers.modules import (
     TiedHead,
 )
 from quire.runtime.layers.ops import choose_ops
-from quire.runtime.layers.quantizing import choose_quantizing_gemm
 from quire.runtime.layers.recurrent import RecurrentLayers
 from quire.runtime.layers.rotary import Rotaries
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
@@ -284,6 +284,10 @@ class LayerBuilder:
     def sinks(self, heads: Heads) -> Sinks:
         return Sinks(self._splits.query(heads, 1), self.placement)
 
+    def _slopes(self, alibi: Alibi, heads: Heads) -> Tensor:  # [query heads]
+        whole = torch.tensor(alibi.slopes(heads.num_query), device=self.placement.device)
+        return self._splits.query(heads, 1).of(whole).contiguous()
+
     def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention | TextAttention:
         """Build attention with the rotary positions, window, scale and softcap that the config has for the layer."""
         if config.encoder is not None:
@@ -292,7 +296,9 @@ class LayerBuilder:
         scale = heads.dim**-0.5 if scale is None else scale
         held = None if sinks is None else sinks.weight.data
         window, softcap = config.window_of(layer), config.attention_softcap
-        rule = AttentionRule(scale, softcap, window, held, is_chunked=config.has_chunks and window is not None)
+        is_chunked = config.has_chunks and window is not None
+        slopes = None if config.alibi is None else self._slopes(config.alibi, heads)
+        rule = AttentionRule(scale, softcap, window, held, is_chunked=is_chunked, slopes=slopes)
         source = config.kv_layer_of(layer)
         shared = (config.kv_layers.count(layer) > 1, source != layer)
         place, rope = config.place_of(source), config.rope_of(layer)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire.runtime.loading.hf.safetensors import StoredTensor
-from quire.runtime.loading.mapping import Bytes
 from quire.types.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from quire.runtime.loading.mapping import Bytes
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

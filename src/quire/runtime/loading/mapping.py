@@ -9,15 +9,17 @@ import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from quire.types.errors import ModelLoadError
 
-_GIT_LFS = b"version https://git-lfs"  # the start of a Git LFS pointer file
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+    Bytes = npt.NDArray[np.uint8]
+
+_GIT_LFS = b"version https://git-lfs"  # the start of a Git LFS pointer file
 
 
 class _WholeFile:
@@ -38,6 +40,8 @@ class _WholeFile:
         """Return a view of `count` bytes, which keeps the memory alive after `close`."""
         if offset < 0 or count < 0 or offset + count > self.size:
             raise ModelLoadError(self.name, f"bytes {offset}..{offset + count} lie outside its {self.size}")
+        import numpy as np  # the supervisor, which reads headers only, does without it
+
         return np.frombuffer(self.data, dtype=np.uint8, count=count, offset=offset)
 
     def close(self) -> None:
@@ -48,6 +52,7 @@ class MappedFile(_WholeFile):
     """A regular file mapped copy-on-write: pages are loaded on demand, and writes never reach the file."""
 
     data: mmap.mmap
+    identity: tuple[int, int, int, int]  # of the file and its content: device, inode, size and time of the last change
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -59,6 +64,7 @@ class MappedFile(_WholeFile):
                 if status.st_size == 0:
                     raise ModelLoadError(self.name, "is empty", fix="download it again")
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self.identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         except (OSError, ValueError) as error:
             raise ModelLoadError(self.name, f"cannot be opened: {_reason(error)}") from None
         if self.data[: len(_GIT_LFS)] == _GIT_LFS:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from quire.runtime.loading.mapping import Bytes
 from quire.runtime.threads import threads_for
 from quire.types.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from quire.runtime.loading.mapping import Bytes
 
 UsedPart = Callable[[Tensor], Tensor]  # returns the part of a tensor that is used
 PROBE_BYTES = 4_096

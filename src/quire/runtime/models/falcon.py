@@ -1,7 +1,8 @@
 """Falcon: layer norms, rotary positions, attention and MLP in parallel, tied head.
 
 The 40B variant has grouped queries and separate norms for attention and MLP; the 7B variant has one key/value head and
-one norm. Checkpoints store q, k and v in one matrix, interleaved by group.
+one norm; the RW variants have ALiBi in place of positions, and an MLP that follows attention.
+Checkpoints store q, k and v in one matrix, interleaved by group.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 from torch import nn
 
 from quire.config.fields import Fields
-from quire.config.model import Heads, ModelConfig
+from quire.config.model import Alibi, Heads, ModelConfig
 from quire.runtime.layers.attention import SelfAttention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
@@ -28,7 +29,11 @@ class FalconBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
         hidden, inner, heads = config.hidden_size, config.intermediate_size, config.heads
-        if config.shared_norm:
+        self._is_parallel, self._shared = config.parallel_residual, config.shared_norm
+        if not self._is_parallel:
+            self.input_layernorm = build.layer_norm("input_layernorm", hidden, config.norm_eps)
+            self.post_attention_layernorm = build.layer_norm("post_attention_layernorm", hidden, config.norm_eps)
+        elif self._shared:
             self.input_layernorm = build.layer_norm("input_layernorm", hidden, config.norm_eps)
         else:
             self.ln_attn = build.layer_norm("ln_attn", hidden, config.norm_eps)
@@ -44,10 +49,12 @@ class FalconBlock(nn.Module):
             build.row_linear("dense_4h_to_h", inner, hidden, bias=config.mlp_bias),
             config.activation,
         )
-        self._shared = config.shared_norm
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
-        if self._shared:
+        if not self._is_parallel:
+            x.add(self.self_attention(self.input_layernorm(x), step))
+            x.add(self.mlp(self.post_attention_layernorm(x)))
+        elif self._shared:
             normed = self.input_layernorm(x).value()
             x.add(self.self_attention(normed, step), self.mlp(normed))
         else:
@@ -71,20 +78,20 @@ class Falcon(BaseModel):
 
 
 def read_falcon(config: Fields) -> ModelConfig:
-    refuse_set(config, "alibi", usual=False)
-    refuse_set(config, "parallel_attn", usual=True)
     is_new, bias = config.flag("new_decoder_architecture", False), config.flag("bias", False)
     num_norms = config.integer("num_ln_in_parallel_attn", 2 if is_new else 1)
     if num_norms not in ((1, 2) if is_new else (1,)):
         raise config.refuse("num_ln_in_parallel_attn", f"{num_norms} is not supported in this form of Falcon")
-    hidden = config.integer("hidden_size")
+    if is_new:
+        refuse_set(config, "parallel_attn", usual=True)
+    hidden, heads = config.integer("hidden_size"), _read_heads(config, is_new)
     return ModelConfig(
         architecture="falcon",
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=config.integer("ffn_hidden_size", 4 * hidden),
         num_layers=config.integer("num_hidden_layers"),
-        heads=_read_heads(config, is_new),
+        heads=heads,
         rope=read_rope(config, config.integer("max_position_embeddings", 2_048)),
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
         activation=read_activation(config, PLAIN, "activation", "gelu"),
@@ -92,7 +99,9 @@ def read_falcon(config: Fields) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
+        parallel_residual=config.flag("parallel_attn", True),
         shared_norm=num_norms == 1,
+        alibi=Alibi(factor=heads.dim**-0.5) if config.flag("alibi", False) else None,
     )
 
 
@@ -105,7 +114,7 @@ def _read_heads(config: Fields, is_new: bool) -> Heads:
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
     """GGUF files do not name the activation."""
-    return replace(config, activation="gelu")
+    return replace(config, activation="gelu", parallel_residual=True)
 
 
 def rename_gguf(config: ModelConfig, name: str) -> str:

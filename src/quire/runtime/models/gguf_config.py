@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig, Rope
 from quire.runtime.models.hf_config import check_experts, read_groups, read_kv_layers
@@ -104,6 +102,8 @@ def read_layers_without_rope(fields: Fields, config: ModelConfig) -> ModelConfig
 
 def decimal(value: float) -> float:
     """Return the shortest decimal that rounds to a 32-bit float: 1e-05, not 9.999999747378752e-06."""
+    import numpy as np  # the supervisor, which imports this module, does without it
+
     return float(str(np.float32(value)))
 
 

@@ -18,15 +18,8 @@ from quire.config.model import Experts, ModelConfig
 from quire.config.recurrent import Recurrent
 from quire.runtime.models import gguf_config
 from quire.runtime.models.family import GGUF_EXPERTS, GGUF_INNER, GgufFamily
-from quire.runtime.models.gguf_layout import (
-    Order,
-    Rearranged,
-    expand_order,
-    grouped_heads,
-    in_order,
-    shared_gates,
-    ungrouped_rows,
-)
+from quire.runtime.models.gguf_layout import Rearranged, shared_gates
+from quire.runtime.models.gguf_orders import Order, expand_order, grouped_heads, in_order, ungrouped_rows
 from quire.runtime.models.hf_config import check_recurrent
 
 _KEY_HEADS, _VALUE_HEADS, _KEY_DIM = "ssm.group_count", "ssm.time_step_rank", "ssm.state_size"

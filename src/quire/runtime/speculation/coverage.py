@@ -50,7 +50,10 @@ class OwnCoverage:
             self._tables[new.row, : len(new.block_ids)] = new.block_ids
         self._tables[plan.grant_rows, plan.grant_slots] = plan.grant_blocks
         self._filled[plan.grant_blocks] = False
-        self._filled[[move.block for move in plan.transfers.loads]] = False  # tiers store only the target's
+        # Tiers store only the target's blocks. Behind all blocks are the states of recurrent layers, which no row's
+        # table lists.
+        loaded = [move.block for move in plan.transfers.loads if move.block < len(self._filled)]
+        self._filled[loaded] = False
         for chunk in plan.chunks:  # a partly matching cached block is overwritten from there
             first, end = chunk.start // self._size, -(-(chunk.start + chunk.num_tokens) // self._size)
             self._filled[self._tables[chunk.row, first:end]] = False

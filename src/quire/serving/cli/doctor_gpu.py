@@ -17,7 +17,7 @@ CEILINGS = {
 
 def run_doctor_gpu(args: argparse.Namespace) -> int:
     """Measure and print. Returns 1 if a kernel failed. Raises QuireError without a GPU that can run the kernels."""
-    from quire.runtime.gauging import find_gpu, measure_ceilings, measure_kernels
+    from quire.runtime.gpu_measurement import find_gpu, measure_ceilings, measure_kernels
 
     device = find_gpu()
     facts = _facts(device)

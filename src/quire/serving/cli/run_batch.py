@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from quire.serving.batch_lines import (
     BatchLine,
+    ResultFile,
     answered_keys,
     custom_id_of,
     error_line,
@@ -122,7 +123,7 @@ class BatchFile:
         """Answer all lines. Raises RemoteError if the server is gone; results so far are kept."""
         seen: set[str] = set()
         running: set[Future[None]] = set()
-        with self._target.open("ab") as output, ThreadPoolExecutor(concurrency) as pool:
+        with ResultFile(self._target) as output, ThreadPoolExecutor(concurrency) as pool:
             try:
                 for number, text in read_lines(requests, MAX_LINE):
                     line = self._read(number, text, seen, output)
@@ -138,7 +139,7 @@ class BatchFile:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _read(self, number: int, text: bytes | None, seen: set[str], output: BinaryIO) -> BatchLine | None:
+    def _read(self, number: int, text: bytes | None, seen: set[str], output: ResultFile) -> BatchLine | None:
         """Read a line. For an invalid line, write an error result and return None."""
         try:
             if text is None:
@@ -161,7 +162,7 @@ class BatchFile:
             future.result()
         return rest
 
-    def _answer_line(self, line: BatchLine, output: BinaryIO) -> None:
+    def _answer_line(self, line: BatchLine, output: ResultFile) -> None:
         answer = self._ask(line)
         if answer is None:
             return
@@ -193,10 +194,9 @@ class BatchFile:
                 self._stopped.wait(2.0**num_tries / 2)
         return None
 
-    def _write(self, output: BinaryIO, line: bytes, *, is_failure: bool) -> None:
+    def _write(self, output: ResultFile, line: bytes, *, is_failure: bool) -> None:
         with self._lock:
-            output.write(line)
-            output.flush()
+            output.append(line)
             self.num_failed += is_failure
             self.num_succeeded += not is_failure
 

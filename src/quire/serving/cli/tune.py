@@ -30,7 +30,7 @@ def add_tune(commands: Commands[OneLineParser]) -> None:
 
 def run_tune(args: argparse.Namespace) -> int:
     """Tune a model's gemms. Raises QuireError without a GPU that can run the kernels."""
-    from quire.runtime.gauging import find_gpu, tune_gemms
+    from quire.runtime.gpu_measurement import find_gpu, tune_gemms
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.loading.resolve import resolve_model
     from quire.runtime.models.registry import check_generates

@@ -1,16 +1,18 @@
-"""Helpers of all handlers that send requests to the engine: the request head, the watch for disconnects, and the wait
-for the end."""
+"""Helpers of all handlers that send requests to the engine: the request head, the count of refusals, the watch for
+disconnects, and the wait for the end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from quire.serving.dispatch.mailbox import Mailbox
+from quire.serving.http.errors import as_refusal
 from quire.serving.http.exchange import ClientGone, Exchange
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
+from quire.types.errors import InvalidRequest, QuireError
 
 
 def read_head(service: Service, exchange: Exchange, query: Sequence[str], received_at: float) -> RequestHead:
@@ -33,6 +35,20 @@ def read_head(service: Service, exchange: Exchange, query: Sequence[str], receiv
 def trace_of(exchange: Exchange) -> str:
     """Return the traceparent header, which names the trace that a request continues."""
     return exchange.headers.get(b"traceparent", b"")[:64].decode("latin-1")
+
+
+@contextmanager
+def counted_refusals(
+    service: Service, endpoint: str, renamed: Callable[[InvalidRequest], InvalidRequest] | None = None
+) -> Iterator[None]:
+    """Report errors raised before submission to the observer, and raise them as ApiError. `renamed` returns an error
+    with the endpoint's field names."""
+    try:
+        yield
+    except QuireError as error:
+        refusal = as_refusal(renamed(error) if renamed is not None and isinstance(error, InvalidRequest) else error)
+        service.observer.refused(endpoint, refusal.status, refusal.code)
+        raise refusal from None
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@ an address."""
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 
@@ -34,7 +35,9 @@ _TYPES = {
     501: "server_error",
     503: "server_error",
     504: "timeout_error",
+    507: "server_error",
 }
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CODES = {
     "UnknownParameter": "unknown_parameter",
     "UnsupportedParameter": "unsupported_parameter",
@@ -68,6 +71,19 @@ def as_api_error(error: QuireError) -> ApiError:
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), code=_CODES.get(type(error).__name__, "invalid_value"), param=error.field)
     logger.error("answered with an internal error: %s", error)
+    return internal_error()
+
+
+def unexpected_error(error: Exception) -> ApiError:
+    """Return the error response for an exception that no request should cause: a full disk, no file handles left, or a
+    defect. The caller logs it."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _DISK_IS_FULL:
+        fix = "delete files (DELETE /v1/files/ID), or ask the operator to make room"
+        return ApiError(507, f"the server's disk is full; {fix}", code="disk_full")
+    if number in (errno.EMFILE, errno.ENFILE):
+        message = "the server has too many files and connections open; try again later"
+        return ApiError(503, message, code="too_many_open_files", headers=((b"retry-after", b"5"),))
     return internal_error()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.config.server import ServerConfig
 from quire.serving.http.admin_paths import ADMIN_ENDS
-from quire.serving.http.errors import ApiError, internal_error
+from quire.serving.http.errors import ApiError, unexpected_error
 from quire.serving.http.exchange import ERROR, FROM_ADMIN, Exchange, Receive, Scope, Send
 from quire.serving.http.key_ring import CLIENT_HEADER, KeyRing
 from quire.serving.http.limits import Limits
@@ -87,12 +87,12 @@ class Guard:
                 await Exchange(scope, receive, send_with_id).reply_error(error, write_error(error))
             else:
                 await self._app(scope, receive, send_with_id)
-        except Exception:
+        except Exception as error:
             logger.exception("request %s failed", exchange.request_id)
             if status != CLIENT_GONE:
                 exchange.cut()
             else:
-                failure = internal_error()
+                failure = unexpected_error(error)
                 await Exchange(scope, receive, send_with_id).reply_error(failure, write_error(failure))
         finally:
             end = Answered(status, time.monotonic() - started_at, num_bytes, scope.get(ERROR))

@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.serving.http.errors import Headers, internal_error
+from quire.serving.http.errors import Headers, unexpected_error
 from quire.serving.http.exchange import AsgiHandler, Scope
 
 logger = logging.getLogger("quire.edge")
@@ -80,7 +80,8 @@ async def call_endpoint(
 
     try:
         await handler(scope, receive, send)
-    except Exception:
+    except Exception as error:
         logger.exception("request %s failed", request_id)
-        return InnerResponse(request_id, 500, {}, internal_error().body())
+        failure = unexpected_error(error)
+        return InnerResponse(request_id, failure.status, {}, failure.body())
     return InnerResponse(request_id, status, replied, b"".join(parts))

@@ -28,6 +28,7 @@ _ERRORS = {
     "500": "Internal error of the server.",
     "503": "The engine is loading or restarting, or the server is shutting down.",
     "504": "The request did not finish within its time limit.",
+    "507": "The server's disk is full.",
 }
 _GET_ERRORS = ("400", "401", "404", "405", "421", "500", "503")
 _ERRORS_BY_METHOD: dict[str, Iterable[str]] = {"GET": _GET_ERRORS, "DELETE": (*_GET_ERRORS, "403"), "POST": _ERRORS}

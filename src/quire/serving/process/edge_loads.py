@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+from array import array
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 EDGE_LOADS = "edge_loads"  # file name in the private directory of the server
 _COLUMNS = 8  # edge, queued, preparing, queued tokens, in engine, sequences in engine, retrying, draining
@@ -56,8 +55,8 @@ class EdgeLoadTable:
                 self._map = mmap.mmap(fd, size)
             finally:
                 os.close(fd)
-        self._rows = np.frombuffer(self._map, dtype=np.int64).reshape(num_seats, _COLUMNS)
-        self._seat, self._edge = seat, edge
+        self._cells = memoryview(self._map).cast("q")  # [seats * columns]
+        self._num_seats, self._seat, self._edge = num_seats, seat, edge
         self.put(0, 0, 0)
 
     def put(
@@ -72,16 +71,22 @@ class EdgeLoadTable:
         draining: bool = False,
     ) -> None:
         """Write the counts of this edge."""
-        self._rows[self._seat] = (
-            self._edge, waiting, preparing, waiting_tokens, in_engine, sequences, retrying, draining
-        )  # fmt: skip
+        row = self._edge, waiting, preparing, waiting_tokens, in_engine, sequences, retrying, draining
+        first = self._seat * _COLUMNS
+        self._cells[first : first + _COLUMNS] = array("q", row)
+
+    def _rows(self) -> list[list[int]]:
+        """Return the counts of all seats."""
+        cells = self._cells.tolist()
+        return [cells[first : first + _COLUMNS] for first in range(0, len(cells), _COLUMNS)]
 
     def others(self) -> OtherLoads:
         """Return the sums over the other edges."""
-        if len(self._rows) == 1:
+        if self._num_seats == 1:
             return OtherLoads()
-        sums = (self._rows.sum(axis=0) - self._rows[self._seat]).tolist()
-        _, waiting, preparing, tokens, _, sequences, retrying, _ = sums
+        rows = self._rows()
+        del rows[self._seat]
+        _, waiting, preparing, tokens, _, sequences, retrying, _ = map(sum, zip(*rows, strict=True))
         return OtherLoads(waiting + preparing, tokens, sequences, retrying)
 
     def elsewhere(self) -> tuple[int, int]:
@@ -94,7 +99,7 @@ class EdgeLoadTable:
         """Return the loads of all edges that have started."""
         loads = [
             EdgeLoad(edge, waiting, preparing, tokens, in_engine, bool(draining))
-            for edge, waiting, preparing, tokens, in_engine, _, _, draining in self._rows.tolist()
+            for edge, waiting, preparing, tokens, in_engine, _, _, draining in self._rows()
         ]
         return [load for seat, load in enumerate(loads) if load.edge or seat == self._seat]
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quire.config.embedding import PoolingModel
 from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.policy import DEFAULT_AGEING
 from quire.config.vision import ImageLimits
-from quire.engine.progress import Backlog
-from quire.types.adapters import AdapterInfo
-from quire.types.errors import InvalidRequest
-from quire.types.output import TokensOut
-from quire.types.prefix import PinnedPrefix
-from quire.types.request import Abort, Submit
-from quire.types.standby import Command, StandbyState
-from quire.types.stats import BlockMap, EngineStats
+
+if TYPE_CHECKING:  # the supervisor imports this module, and needs none of these
+    from quire.engine.progress import Backlog
+    from quire.types.adapters import AdapterInfo
+    from quire.types.errors import InvalidRequest
+    from quire.types.output import TokensOut
+    from quire.types.prefix import PinnedPrefix
+    from quire.types.request import Abort, Submit
+    from quire.types.standby import Command, StandbyState
+    from quire.types.stats import BlockMap, EngineStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A private directory for the sockets and shared files of one running server."""
+"""A private directory for the sockets and shared files of one running server, and the admin key in it."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ def private_directory() -> Iterator[Path]:
     finally:
         shutil.rmtree(made, ignore_errors=True)
         os.close(lock)
+
+
+def write_admin_key(directory: Path, made_key: str | None, printed_key: str | None) -> str | None:
+    """Write a generated admin key that is not printed to a file that only this user can read. Returns its path, or
+    None if there is no such key."""
+    if made_key is None or printed_key is not None:
+        return None
+    path = directory / "admin-key"
+    path.touch(0o600)
+    path.write_text(made_key + "\n", encoding="ascii")
+    return str(path)
 
 
 def _make(home: Path) -> tuple[Path, int]:

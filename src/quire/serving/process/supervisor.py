@@ -37,7 +37,7 @@ from quire.serving.process.engine_keeper import EngineKeeper
 from quire.serving.process.fetch_keeper import FetchKeeper
 from quire.serving.process.listeners import Listeners, open_listeners
 from quire.serving.process.model_files import check_folders, check_model, find_local_files
-from quire.serving.process.private_directory import private_directory
+from quire.serving.process.private_directory import private_directory, write_admin_key
 from quire.serving.process.spawning import ENGINE, Spawned
 from quire.serving.process.tls import make_context
 from quire.types.errors import ConfigError, QuireError
@@ -115,7 +115,7 @@ class Supervisor:
                     return 0  # a signal stopped the download
                 self._config = found
                 give_back()  # return memory that reading the model's files has freed
-                self._key_file = self._write_key(directory)
+                self._key_file = write_admin_key(directory, self._keys.made_admin_key, self._admin_key)
                 self._make_keepers(directory, listeners)
                 children.callback(self._engine.kill)
                 children.callback(self._edges.kill)
@@ -157,16 +157,6 @@ class Supervisor:
             on_start=self._report_engine,
             on_gone=self._engine.report_edge_gone,
         )
-
-    def _write_key(self, directory: Path) -> str | None:
-        """Write a generated admin key that is not printed to a file that only this user can read. Returns its path, or
-        None."""
-        if self._keys.made_admin_key is None or self._admin_key is not None:
-            return None
-        path = directory / "admin-key"
-        path.touch(0o600)
-        path.write_text(self._keys.made_admin_key + "\n", encoding="ascii")
-        return str(path)
 
     def _report_engine(self, child: ChildProcess) -> None:
         if self._engine.up is not None:

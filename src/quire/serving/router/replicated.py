@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import secrets
 import signal
 import time
@@ -23,7 +22,7 @@ from quire.serving.process.announcing import Announcer
 from quire.serving.process.backoff import Backoff
 from quire.serving.process.listeners import Listeners, open_listeners
 from quire.serving.process.model_files import check_model, find_local_files, with_local_files
-from quire.serving.process.private_directory import private_directory
+from quire.serving.process.private_directory import private_directory, write_admin_key
 from quire.serving.process.supervisor import ServerFailed
 from quire.serving.process.tls import reload_context
 from quire.serving.router.replica_configs import gpu_shares, replica_config, visible_gpus, with_router_key
@@ -78,7 +77,7 @@ class ReplicatedServer:
             replica.is_up = False  # until its first successful health check
             kept.append(KeptReplica(replica, config, share, Backoff(config.max_restart_delay)))
         keeper = ReplicaKeeper(kept, keys)
-        key_file = self._write_key(directory)
+        key_file = write_admin_key(directory, self._keys.made_admin_key, self._admin_key)
         try:
             return await self._supervise(router, keeper, listeners, key_file)
         finally:
@@ -160,13 +159,3 @@ class ReplicatedServer:
         router.keys.replace(replace(self._config.access, **digests._asdict()))
         keeper.signal(signal.SIGHUP)
         logger.info("SIGHUP: %d API keys and %d admin keys are in force", *map(len, digests[:2]))
-
-    def _write_key(self, directory: Path) -> str | None:
-        """Write a generated admin key that is not printed to a file that only this user can read. Returns its path, or
-        None if there is no such key."""
-        if self._keys.made_admin_key is None or self._admin_key is not None:
-            return None
-        path = directory / "admin-key"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="ascii") as file:
-            file.write(self._keys.made_admin_key + "\n")
-        return str(path)

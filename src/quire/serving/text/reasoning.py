@@ -11,29 +11,21 @@ from quire.serving.text.tool_calls import gemma4, harmony
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around a model's reasoning. With `is_implied`, answers begin inside reasoning even if no start mark
-    precedes them.
-
-    `label` is the line after the start mark that names the channel. A mark of `kept_ends` also ends the reasoning, and
-    belongs to what follows. `is_repeated`: models may reason again between their texts, and leave end marks there.
-    `wrappers` stand around the visible text and are dropped, up to the first of `kept_ends` or `call_marks`.
-    `before_next` is the text between the end of the reasoning and the next message, `before_words` the text before the
-    visible text.
-    """
+    """The marks that a model writes around its reasoning and around its visible text."""
 
     name: str
     start: str
     end: str
-    is_implied: bool = False
+    is_implied: bool = False  # answers begin with reasoning even without a start mark
     other_starts: tuple[str, ...] = ()
     other_ends: tuple[str, ...] = ()
-    before_next: str = ""
-    before_words: str = ""
-    label: str = ""
-    kept_ends: tuple[str, ...] = ()
-    is_repeated: bool = False
-    wrappers: tuple[str, ...] = ()
-    call_marks: tuple[str, ...] = ()
+    before_next: str = ""  # between the end of the reasoning and the next message
+    before_words: str = ""  # before the visible text
+    label: str = ""  # the line after the start mark that names the channel
+    kept_ends: tuple[str, ...] = ()  # marks that end the reasoning and belong to what follows
+    is_repeated: bool = False  # there may be reasoning and end marks between parts of the visible text
+    wrappers: tuple[str, ...] = ()  # removed from the visible text before the first of kept_ends or call_marks
+    call_marks: tuple[str, ...] = ()  # the starts of tool calls
 
     @property
     def opening(self) -> str:

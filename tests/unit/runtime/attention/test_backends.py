@@ -181,13 +181,15 @@ RULES = [
     AttentionRule(0.3, window=70, softcap=2.0),
     AttentionRule(0.3, window=9, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0, 90.0, -90.0])),
     AttentionRule(0.3, softcap=3.0, sinks=torch.linspace(-2, 2, 6)),
+    AttentionRule(0.3, slopes=torch.tensor([0.5, 0.25, 0.1, 0.01, 0.0, 0.7])),
+    AttentionRule(0.3, window=70, sinks=torch.linspace(-2, 2, 6), slopes=torch.full((6,), 0.3)),
 ]
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [1, 16])
 @pytest.mark.parametrize("name", ["gather", "native"])
-def test_windows_caps_and_sinks_are_those_of_the_reference(name: str, size: int, rule: AttentionRule) -> None:
+def test_windows_caps_sinks_and_biases_are_those_of_the_reference(name: str, size: int, rule: AttentionRule) -> None:
     if name == "native" and MISSING is not None:
         pytest.skip(MISSING)
     batch, cache, tensors = batch_of([700, 513, 256, 33, 5, 1], [(0, 6), (0, 40), (270, 16)], size, HEADS)
@@ -200,7 +202,7 @@ def test_windows_caps_and_sinks_are_those_of_the_reference(name: str, size: int,
 
 @needs_native
 @pytest.mark.parametrize("rule", RULES)
-def test_windows_caps_and_sinks_are_right_on_tile_units_too(rule: AttentionRule) -> None:
+def test_windows_caps_sinks_and_biases_are_right_on_tile_units_too(rule: AttentionRule) -> None:
     heads = Heads(6, 2, 64)
     batch, cache, tensors = batch_of([700, 513, 256, 33, 5, 1], [(0, 6), (270, 16)], 16, heads)
     cache = LayerCache.of(cache.key.bfloat16(), cache.value.bfloat16())

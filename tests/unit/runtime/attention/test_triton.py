@@ -32,6 +32,8 @@ WINDOWED = (  # rules of the layers of one model
     AttentionRule(0.3, window=20, softcap=2.0),
     AttentionRule(0.3, softcap=2.0),
     AttentionRule(0.3, window=7, sinks=torch.linspace(-2, 2, 4, device=DEVICE)),
+    AttentionRule(0.3, slopes=torch.tensor([0.5, 0.25, 0.1, 0.7], device=DEVICE)),
+    AttentionRule(0.3, window=20, slopes=torch.tensor([0.5, 0.25, 0.1, 0.7], device=DEVICE)),
 )
 PLACEMENT = Placement(torch.float32, torch.device(DEVICE))
 
@@ -72,7 +74,8 @@ def test_it_gives_the_results_of_the_reference(
     plan = plan_of(backend, batch)
     reference, given = ReferenceAttention(), [tensor.to(DEVICE) for tensor in tensors]
     for rule in rules:
-        here = rule if rule.sinks is None else replace(rule, sinks=rule.sinks.cpu())
+        held = {name: tensor.cpu() for name in ("sinks", "slopes") if (tensor := getattr(rule, name)) is not None}
+        here = replace(rule, **held)
         expected = reference.attend(*tensors, cache, reference.prepare(batch), here)
         found = backend.attend(*given, LayerCache.of(key, value), plan, rule)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gguf_files import Stored, stored, text, value, write_gguf
-from quire.runtime.loading.gguf.cursor import Texts
+from quire.runtime.loading.gguf.cursor import Cursor, Texts
 from quire.runtime.loading.gguf.reader import GgufFile
 from quire.types.errors import ModelLoadError
 
@@ -47,6 +47,35 @@ def test_every_kind_of_metadata_value_is_read_back(tmp_path: Path, version: int)
     found = {key: list(value) if isinstance(value, Texts) else value for key, value in file.metadata.items()}
     assert found == expected
     assert file.metadata["bool"] is True
+
+
+def test_the_strings_of_a_file_that_is_opened_again_are_found_without_going_through_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", EVERY_KIND, [matrix("a", 3, 4)])
+    first = GgufFile(path)
+    monkeypatch.setattr(Cursor, "_end_of_texts", None)
+    again = GgufFile(path)
+    assert list(again.metadata["texts"]) == list(first.metadata["texts"]) == ["", "a", "ü"]
+    assert again.metadata["bools"] == [True, False]
+    assert again.tensors == first.tensors
+
+
+def test_the_strings_of_a_file_that_was_replaced_are_found_anew(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for texts in (["a", "bb"], ["ccc", "d"], ["", "a longer one"]):
+        path.unlink(missing_ok=True)
+        file = GgufFile(write_gguf(path, {"texts": texts, "after": 7}, []))
+        assert list(file.metadata["texts"]) == texts
+        assert file.metadata["after"] == 7
+
+
+def test_the_strings_of_a_file_that_was_overwritten_in_place_are_found_anew(tmp_path: Path) -> None:
+    path, other = write_gguf(tmp_path / "m.gguf", {"texts": ["a", "bb"]}, []), tmp_path / "other.gguf"
+    assert list(GgufFile(path).metadata["texts"]) == ["a", "bb"]
+    content = write_gguf(other, {"texts": ["aaaa", "bb"]}, []).read_bytes()
+    path.write_bytes(content)
+    assert list(GgufFile(path).metadata["texts"]) == ["aaaa", "bb"]
 
 
 def test_tensors_have_torch_order_and_their_own_bytes(tmp_path: Path) -> None:

@@ -249,3 +249,8 @@ def test_an_impossible_value_is_refused_by_its_name(given: dict[str, Any], field
     with pytest.raises(InvalidRequest) as error:
         SamplingParams(**given)
     assert error.value.field == field
+
+
+def test_a_name_that_is_no_text_is_an_unknown_sampler() -> None:
+    with pytest.raises(InvalidRequest, match=r"extra.None: is not known"):
+        SamplingParams(extra={None: 1.0})  # type: ignore[dict-item]

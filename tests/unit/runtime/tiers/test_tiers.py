@@ -224,6 +224,9 @@ def test_a_draft_model_recomputes_tokens_whose_blocks_were_loaded_only_for_the_t
     assert coverage.start(0, 9, 0) == 8
     coverage.observe(StepPlan(1, transfers=Transfers(loads=(SlotMove(3, 0),))))
     assert coverage.start(0, 9, 0) == 4
+    state = SlotMove(16, 1)  # of a recurrent layer: behind all blocks
+    coverage.observe(StepPlan(2, transfers=Transfers(loads=(state,))))
+    assert coverage.start(0, 9, 0) == 4
 
 
 def make_executor(config: EngineConfig, load_format: Literal["auto", "dummy"] = "dummy") -> SingleExecutor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.runtime import gauging
+from quire.runtime import gpu_measurement
 from quire.serving.cli import main
 from quire.serving.cli.doctor_gpu import line_of, speed
 from quire.serving.cli.tune import line_of as tuned_line
@@ -36,9 +36,9 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (device, ceilings) == ("a gpu", CEILINGS)
         yield READING
 
-    monkeypatch.setattr(gauging, "find_gpu", lambda: "a gpu")
-    monkeypatch.setattr(gauging, "measure_ceilings", lambda device: CEILINGS)
-    monkeypatch.setattr(gauging, "measure_kernels", kernels)
+    monkeypatch.setattr(gpu_measurement, "find_gpu", lambda: "a gpu")
+    monkeypatch.setattr(gpu_measurement, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(gpu_measurement, "measure_kernels", kernels)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {device}")
 
 
@@ -68,7 +68,7 @@ def test_a_kernel_that_cannot_run_is_told_and_fails_the_command(
 ) -> None:
     pytest.importorskip("triton")
     broken = {"name": "gate", "error": "RuntimeError: no"}
-    monkeypatch.setattr(gauging, "measure_kernels", lambda device, ceilings: iter([broken]))
+    monkeypatch.setattr(gpu_measurement, "measure_kernels", lambda device, ceilings: iter([broken]))
     assert main(["doctor", "--gpu"]) == 1
     assert "failed: RuntimeError: no" in capsys.readouterr().out
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import stat
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from quire.serving.process.private_directory import private_directory
+from quire.serving.process.private_directory import private_directory, write_admin_key
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +55,18 @@ def test_a_home_too_long_for_the_address_of_a_socket_is_not_used(home: Path, mon
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with private_directory() as directory:
         assert len(str(directory)) < 90
+
+
+def test_a_generated_key_that_is_not_printed_is_written_for_this_user_only(tmp_path: Path) -> None:
+    path = write_admin_key(tmp_path, "sk-made", printed_key=None)
+    assert path is not None
+    assert Path(path).read_text() == "sk-made\n"
+    assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("made", "printed"), [(None, None), ("sk-made", "sk-made")])
+def test_no_key_is_written_if_none_was_generated_or_it_is_printed(
+    tmp_path: Path, made: str | None, printed: str | None
+) -> None:
+    assert write_admin_key(tmp_path, made, printed) is None
+    assert not list(tmp_path.iterdir())

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 from fake_engine_main import CRASH, ENDLESS, HANG
 from fake_executor import continuation
 from quire.config.arguments import EngineArguments
-from quire.config.keys import KeySources
 from quire.config.server import ModelSource, ServerConfig
 from quire.serving.process.announcing import Announcer
 from quire.serving.process.listening import address_of, listen
@@ -304,17 +302,6 @@ def test_several_edges_share_one_port_that_nobody_else_has() -> None:
     finally:
         for each in sockets:
             each.close()
-
-
-def test_an_admin_key_that_was_made_is_kept_in_a_private_file_unless_it_is_shown(tmp_path: Path) -> None:
-    config = ServerConfig(source=ModelSource(model="m"), engine=EngineArguments())
-    keys = KeySources(admin_keys=("made-key",), made_admin_key="made-key")
-    path = Supervisor(config, keys=keys)._write_key(tmp_path)
-    assert path is not None
-    assert Path(path).read_text() == "made-key\n"
-    assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
-    assert Supervisor(config, keys=keys, admin_key="made-key")._write_key(tmp_path) is None
-    assert Supervisor(config, keys=KeySources(admin_keys=("given",)))._write_key(tmp_path) is None
 
 
 def test_the_ready_lines_name_the_file_of_the_admin_key_and_not_the_key() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +14,11 @@ from quire.runtime.loading.expected import check_tensors
 from quire.runtime.loading.gguf.config import draft_blocks, gguf_family, gguf_model_config
 from quire.runtime.loading.gguf.dequantize import dequantize
 from quire.runtime.loading.gguf.levels import read_levels
-from quire.runtime.loading.gguf.names import EXPERT, NO_WEIGHTS, canonical_name, row_order
+from quire.runtime.loading.gguf.names import EXPERT, NO_WEIGHTS, canonical_name
 from quire.runtime.loading.gguf.reader import GgufTensor
-from quire.runtime.loading.gguf.rearranged import find_rearranged, layer_names, make_levels, make_tensor
+from quire.runtime.loading.gguf.rearranged import find_rearranged, layer_names, make_levels, make_tensor, row_order
 from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.gguf.types import LEVEL_FORMS
-from quire.runtime.loading.mapping import Bytes
 from quire.runtime.loading.pieces import Piece
 from quire.runtime.loading.values import UsedPart, refuse_blank, refuse_non_finite, whole_tensor
 from quire.runtime.models.family import Stacked, is_unread
@@ -27,6 +27,9 @@ from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.region import Region, blocks_of
 from quire.types.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from quire.runtime.loading.mapping import Bytes
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

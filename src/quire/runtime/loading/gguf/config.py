@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from quire.config.fields import Fields
 from quire.config.level_bytes import integer_bytes, packed_bytes, super_block_bytes, table_bytes
 from quire.config.model import Dtype, Encoder, Heads, ModelConfig, Rope
@@ -327,10 +325,10 @@ def _read_frequency_factors(model: GgufModel, name: str, dim: int) -> tuple[floa
     if tensor.ggml_type.name != "F32" or tensor.shape != (dim // 2,):
         found = f"{tensor.ggml_type.name} of shape {tensor.shape}"
         raise ModelLoadError(owner.name, f"is {found}, expected F32 of shape ({dim // 2},)", tensor=name)
-    factors = owner.raw(name).view(np.float32)
-    if not np.isfinite(factors).all() or (factors <= 0).any():
+    factors = memoryview(owner.raw(name).tobytes()).cast("f").tolist()
+    if not all(math.isfinite(factor) and factor > 0 for factor in factors):
         raise ModelLoadError(owner.name, "must hold finite numbers above 0", tensor=name)
-    return tuple(factors.tolist())
+    return tuple(factors)
 
 
 def _read_dtype(model: GgufModel) -> Dtype:

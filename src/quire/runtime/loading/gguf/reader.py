@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.runtime.loading.gguf.cursor import Cursor
 from quire.runtime.loading.gguf.types import GGML_TYPES, REFUSED_TYPES, GgmlType
-from quire.runtime.loading.mapping import Bytes, MappedFile
+from quire.runtime.loading.mapping import MappedFile
 from quire.types.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from quire.runtime.loading.mapping import Bytes
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

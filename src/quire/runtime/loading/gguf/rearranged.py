@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor
 from quire.config.model import ModelConfig
 from quire.runtime.loading.gguf.levels import read_levels
 from quire.runtime.loading.gguf.types import GgmlType
-from quire.runtime.loading.mapping import Bytes
 from quire.runtime.models.family import GgufFamily
-from quire.runtime.models.gguf_layout import Order, Rearranged, Shape
+from quire.runtime.models.gguf_layout import Rearranged, Shape
+from quire.runtime.models.gguf_orders import Order
 from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.region import Region, blocks_of
 from quire.types.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from quire.runtime.loading.mapping import Bytes
 
 
 def find_rearranged(
@@ -83,3 +87,25 @@ def reorder_columns(weight: LevelWeight, columns: Order) -> LevelWeight:
 
 def _without_ones(shape: Shape) -> Shape:
     return tuple(size for size in shape if size != 1)
+
+
+def row_order(family: GgufFamily, config: ModelConfig, name: str) -> Order | None:
+    """Return the stored row index of each row of a tensor, or None if the stored order is right."""
+    heads = config.heads
+    if family.ungrouped is not None and f".{family.ungrouped}." in name:
+        return _groups(heads.num_query, heads.num_kv, heads.dim)
+    if family.has_pairs and ".self_attn.q_proj." in name:
+        return _halves(heads.num_query, heads.dim)
+    return _halves(heads.num_kv, heads.dim) if family.has_pairs and ".self_attn.k_proj." in name else None
+
+
+def _halves(num_heads: int, dim: int) -> Order:
+    """Reorder each head's rows from interleaved pairs to halves."""
+    return np.arange(num_heads * dim).reshape(num_heads, dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _groups(num_query: int, num_kv: int, dim: int) -> Order:
+    """Reorder rows from all queries, all keys, all values to groups of queries, one key and one value."""
+    ends = num_query * dim, (num_query + num_kv) * dim
+    parts = np.split(np.arange((num_query + 2 * num_kv) * dim), ends)
+    return np.concatenate([part.reshape(num_kv, -1) for part in parts], axis=1).reshape(-1)

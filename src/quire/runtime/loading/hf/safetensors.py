@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quire.runtime.loading.hf.json_file import parse_json
-from quire.runtime.loading.mapping import Bytes, HeldFile, MappedFile
+from quire.runtime.loading.mapping import HeldFile, MappedFile
 from quire.types.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from quire.runtime.loading.mapping import Bytes
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8

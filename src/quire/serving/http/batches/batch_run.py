@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import msgspec
 
 from quire.serving.batch_lines import (
+    ResultFile,
     answered_keys,
     custom_id_of,
     error_key,
@@ -97,8 +97,8 @@ class BatchRun:
         with ExitStack() as stack:
             file = stack.enter_context(path_of(source).open("rb"))
             self._lines = read_lines(file, self._limits["body_bytes"] + 4_096)
-            self._output = stack.enter_context(path_of(output).open("ab"))
-            self._errors = stack.enter_context(path_of(errors).open("ab"))
+            self._output = stack.enter_context(ResultFile(path_of(output)))
+            self._errors = stack.enter_context(ResultFile(path_of(errors)))
             await self._work()
         is_cut_off = self._gate.is_closed and self._stopped_by is None
         if is_cut_off and batch.completed + batch.failed < batch.total:
@@ -231,7 +231,7 @@ class BatchRun:
             if not await permit.wait_for_retry(ASLEEP_SECONDS if sleeps else response.retry_after):
                 return None
 
-    async def _write(self, file: BinaryIO, line: bytes, *, is_failure: bool) -> None:
+    async def _write(self, file: ResultFile, line: bytes, *, is_failure: bool) -> None:
         """Append a result to one of the files, and update the counts of the batch. Raises BatchFailed if the owner's
         files are full."""
         if len(line) > self._room or time.monotonic() - self._room_checked_at >= ROOM_SECONDS:
@@ -240,8 +240,7 @@ class BatchRun:
         self._room -= len(line)
         if self._room < 0:
             raise BatchFailed(f"its results cannot be stored; {self._files.bounds}; delete some (DELETE /v1/files/ID)")
-        file.write(line)
-        file.flush()
+        file.append(line)
         self._batch.failed += is_failure
         self._batch.completed += not is_failure
         if time.monotonic() - self._saved_at >= SAVE_SECONDS:

@@ -154,5 +154,5 @@ class BatchStore:
     def _read(path: Path) -> Batch | None:
         try:
             return Batch(**json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError):
+        except (FileNotFoundError, ValueError, TypeError):
             return None

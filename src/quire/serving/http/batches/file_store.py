@@ -70,8 +70,12 @@ class FileStore:
         with self._locked():
             self.check_room(owner, 1, len(data), "file")
             file = self._describe(owner, filename, purpose)
-            self.data_path(file).write_bytes(data)
-            return self.finish(file)
+            try:
+                self.data_path(file).write_bytes(data)
+                return self.finish(file)
+            except OSError:  # such as a full disk
+                self.delete(file)
+                raise
 
     def begin(self, owner: str, filenames: Iterable[str], purpose: str) -> list[StoredFile]:
         """Create files that a batch will write to their `data_path`. Clients do not find them before `finish`. Raises
@@ -168,7 +172,7 @@ class FileStore:
     def _read(path: Path) -> StoredFile | None:
         try:
             return StoredFile(**json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError):
+        except (FileNotFoundError, ValueError, TypeError):
             return None
 
 
@@ -181,7 +185,12 @@ def epoch_seconds() -> int:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a file atomically, so that readers see either the old or the new content."""
+    """Replace a file atomically, so that readers see either the old or the new content. Raises OSError, and leaves the
+    old content."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-    new.write_text(json.dumps(value), encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(json.dumps(value), encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

@@ -16,6 +16,7 @@ from quire.serving.http.batches.file_store import FileStore
 from quire.serving.http.batches.gate import BackgroundGate
 from quire.serving.http.exchange import AsgiHandler
 
+RETRY_SECONDS = 10.0  # between two attempts to write what a full disk or too many open files refused
 logger = logging.getLogger("quire.edge")
 
 
@@ -56,7 +57,7 @@ class BatchRunner:
             self._temporary.cleanup()
 
     async def _run(self, batch: Batch) -> None:
-        lock = await asyncio.to_thread(self.batches.lock, batch)
+        lock = await self._lock(batch)
         if lock is None:
             return
         try:
@@ -68,17 +69,31 @@ class BatchRunner:
             await self._fail(batch, str(error))
         except OSError as error:
             logger.error("batch %s: %s", batch.id, error)
-            await self._fail(batch, "the server could not read or write its files")
+            await self._fail(batch, f"the server could not read or write its files: {os.strerror(error.errno or 0)}")
         except Exception:
             logger.exception("batch %s failed", batch.id)
             await self._fail(batch, "the server failed to run it; the cause is in its log")
         finally:
             os.close(lock)
 
+    async def _lock(self, batch: Batch) -> int | None:
+        """Lock a batch for this process, as soon as a file can be opened. Returns None if another process runs it."""
+        while True:
+            try:
+                return await asyncio.to_thread(self.batches.lock, batch)
+            except OSError as error:
+                await self._wait_after(batch, error)
+
     async def _fail(self, batch: Batch, problem: str) -> None:
+        """Store that a batch has failed, as soon as there is room on the disk."""
         batch.problem = problem
         batch.enter("failed")
-        try:
-            await asyncio.to_thread(self.batches.save, batch)
-        except OSError as error:
-            logger.error("batch %s: %s", batch.id, error)
+        while True:
+            try:
+                return await asyncio.to_thread(self.batches.save, batch)
+            except OSError as error:
+                await self._wait_after(batch, error)
+
+    async def _wait_after(self, batch: Batch, error: OSError) -> None:
+        logger.error("batch %s: %s; trying again in %d seconds", batch.id, error, RETRY_SECONDS)
+        await asyncio.sleep(RETRY_SECONDS)

@@ -14,7 +14,7 @@ from quire.serving.http.endpoints.anthropic_request import (
 )
 from quire.serving.http.endpoints.tokenize import TextEndpoint
 from quire.serving.http.fields import MODEL, NAMES, Field, no_effect, not_supported
-from quire.serving.http.generation.conversation import render_prompt
+from quire.serving.http.generation.conversation import reasoning_switches, render_prompt
 from quire.serving.http.generation.handler import GenerationEndpoint
 from quire.serving.http.generation.settings import GenerationSettings, Parameters
 from quire.serving.http.generation.tool_use import can_bound_reasoning
@@ -30,7 +30,6 @@ _THINKING: dict[str, Validator] = {
 }
 _OUTPUT: dict[str, Validator] = {"effort": OneOf(("low", "medium", "high", "xhigh", "max")), "format": JsonFormat()}
 _CACHE: dict[str, Validator] = {"type": OneOf(("ephemeral",)), "ttl": OneOf(("5m", "1h"))}
-_SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates that turn reasoning on or off
 
 _CONVERSATION = (
     MODEL,
@@ -115,13 +114,12 @@ def _reasoning(service: Service, given: Parameters) -> Parameters:
         raise InvalidRequest("thinking.type", "is missing", "send enabled, adaptive or disabled")
     is_on = thinking["type"] != "disabled"
     read = service.texts.template.variables
-    switches = {name: is_on for name in _SWITCHES if name in read}
     effort = given.get("output_config", {}).get("effort")
     wanted: Parameters = {"reasoning_effort": effort} if effort is not None and "reasoning_effort" in read else {}
     shown = is_on and thinking.get("display") != "omitted"
     if is_on and "budget_tokens" in thinking and can_bound_reasoning(service):
         wanted["thinking_token_budget"] = thinking["budget_tokens"]
-    return {"include_reasoning": shown, **wanted, **({"chat_template_kwargs": switches} if switches else {})}
+    return {"include_reasoning": shown, **wanted, **reasoning_switches(service, is_on)}
 
 
 _OWN = ("system", "stop_sequences", "tool_choice", "thinking", "output_config", "output_format")
@@ -156,6 +154,7 @@ MESSAGES = GenerationEndpoint(
         make_format=MessageFormat,
         translate=translate,
         own_names={"stop": "stop_sequences", "structured_outputs": "output_config.format"},
+        own_members={".function.parameters": ".input_schema", "].function": "]"},
     ),
 )
 COUNT_TOKENS = TextEndpoint(

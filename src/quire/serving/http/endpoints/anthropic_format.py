@@ -30,6 +30,7 @@ _ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
+    507: "api_error",
 }
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 INVALID_JSON = "INVALID_JSON"  # the member for arguments that are not a JSON object; the name is from Anthropic's guide

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.serving.http.endpoints.completions import with_infill_stops
 from quire.serving.http.fields import MODEL, TOOLS, Field, not_supported
-from quire.serving.http.generation.conversation import render_messages
+from quire.serving.http.generation.conversation import reasoning_switches, render_messages
 from quire.serving.http.generation.settings import Parameters
 from quire.serving.http.json_body import check_numbers
 from quire.serving.http.request_head import RequestHead
@@ -35,7 +35,6 @@ from quire.types.errors import InvalidRequest, UnknownParameter
 from quire.types.sampling import MAX_SEED
 
 EFFORTS = ("low", "medium", "high", "max")
-_SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates that turn reasoning on or off
 _MESSAGE = frozenset({"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id", "name"})
 _FORM = 'send {"role": ..., "content": ...}'
 
@@ -336,11 +335,10 @@ def _reasoning(service: Service, given: Parameters) -> Parameters:
         return {}
     if think and service.texts.reasoning_format is None:
         raise UnsupportedParameter("think", "this model does not mark its reasoning", "leave it out")
-    read = service.texts.template.variables
-    switches = {name: bool(think) for name in _SWITCHES if name in read}
-    effort = {"reasoning_effort": think} if isinstance(think, str) and "reasoning_effort" in read else {}
+    takes_effort = isinstance(think, str) and "reasoning_effort" in service.texts.template.variables
+    effort = {"reasoning_effort": think} if takes_effort else {}
     return {
         "include_reasoning": bool(think),
         **effort,
-        **({"chat_template_kwargs": switches} if switches else {}),
+        **reasoning_switches(service, bool(think)),
     }

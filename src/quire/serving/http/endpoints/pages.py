@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,19 @@ class Pages:
         service = self._service
         shown = [self._model(name) for name in service.names]
         shown += [self._adapter(info) for info in await service.adapters.listing() if info.name not in service.names]
-        await exchange.reply_json({"object": "list", "data": shown})
+        if _is_anthropic(exchange):
+            entries = [_of_anthropic(model) for model in shown]
+            ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
+            await exchange.reply_json({"data": entries, "has_more": False, **ends})
+        else:
+            await exchange.reply_json({"object": "list", "data": shown})
 
     async def model(self, exchange: Exchange) -> None:
         service, asked = self._service, exchange.scope["path_params"]["model"]
         adapters = {info.name: info for info in await service.adapters.listing()}
         name = service.served_name(asked)
-        await exchange.reply_json(self._adapter(adapters[name]) if service.adapter_of(name) else self._model(name))
+        found = self._adapter(adapters[name]) if service.adapter_of(name) else self._model(name)
+        await exchange.reply_json(_of_anthropic(found) if _is_anthropic(exchange) else found)
 
     def _adapter(self, info: AdapterInfo) -> dict[str, Any]:
         """Return the entry of a LoRA adapter. Only the name of its folder is shown: the path is not disclosed."""
@@ -111,6 +118,24 @@ class Pages:
     async def metrics(self, exchange: Exchange) -> None:
         page, content_type = await self._service.render_metrics()
         await exchange.reply(200, page, ((b"content-type", content_type.encode()), _NO_CACHE))
+
+
+def _is_anthropic(exchange: Exchange) -> bool:
+    """Whether the client speaks Anthropic's API, which has the same paths for models."""
+    return b"anthropic-version" in exchange.headers
+
+
+def _of_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of a model in the form of Anthropic's API."""
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model["max_model_len"],
+        "max_tokens": model["max_model_len"],
+    }
 
 
 def _page(

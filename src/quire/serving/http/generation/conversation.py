@@ -13,6 +13,7 @@ from quire.types.images import PromptImage
 
 _OWN_PARAMETERS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "takes_images")
 _FOR_TEMPLATES = ("documents", "reasoning_effort")
+_SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates that turn reasoning on or off
 
 
 def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedParameter]:
@@ -29,6 +30,12 @@ def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedPa
             del values[name]
             unread.append(error)
     return unread
+
+
+def reasoning_switches(service: Service, is_on: bool) -> dict[str, Any]:
+    """Return the parameters that turn reasoning on or off in the chat template; none if it has no variable for it."""
+    switches = {name: is_on for name in _SWITCHES if name in service.texts.template.variables}
+    return {"chat_template_kwargs": switches} if switches else {}
 
 
 def render_prompt(service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> Prompt:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 
 from quire.serving.dispatch.in_flight_request import InFlightRequest
@@ -14,8 +14,8 @@ from quire.serving.dispatch.mailbox import Mailbox
 from quire.serving.dispatch.observer import RequestRecord
 from quire.serving.http.deadlines import Deadlines
 from quire.serving.http.endpoint import Endpoint
-from quire.serving.http.engine_calls import read_head, trace_of, until_over, watched
-from quire.serving.http.errors import as_failure, as_refusal
+from quire.serving.http.engine_calls import counted_refusals, read_head, trace_of, until_over, watched
+from quire.serving.http.errors import as_failure
 from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.generation.event_stream import EventStream
 from quire.serving.http.generation.job import Job, prepare_job
@@ -23,7 +23,7 @@ from quire.serving.http.generation.settings import GenerationSettings
 from quire.serving.http.remote_prefill import RemotePrefill, headers_of
 from quire.serving.http.service import Service
 from quire.serving.text.answer_grammar import AnswerPlan
-from quire.types.errors import InvalidRequest, QuireError
+from quire.types.errors import InvalidRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +68,8 @@ class GenerationHandler:
             stack.enter_context(deadlines.enforced(dispatcher, requests))
             await self._reply(exchange, job, requests, requests[0].mailbox)
 
-    @contextmanager
-    def _counted_refusals(self) -> Iterator[None]:
-        """Report errors raised before submission to the observer, and raise them as ApiError."""
-        try:
-            yield
-        except QuireError as error:
-            settings = self._endpoint.generation
-            refusal = as_refusal(settings.in_own_names(error) if isinstance(error, InvalidRequest) else error)
-            self._service.observer.refused(self._endpoint.name, refusal.status, refusal.code)
-            raise refusal from None
+    def _counted_refusals(self) -> AbstractContextManager[None]:
+        return counted_refusals(self._service, self._endpoint.name, self._endpoint.generation.in_own_names)
 
     async def _reply(self, exchange: Exchange, job: Job, requests: Sequence[InFlightRequest], mailbox: Mailbox) -> None:
         async with watched(exchange, mailbox):

@@ -120,6 +120,7 @@ class GenerationSettings:
     make_format: Callable[[Service], ResponseFormat]
     translate: Callable[[Service, Parameters, RequestHead], Parameters] = as_given  # from validated fields
     own_names: Mapping[str, str] = field(default_factory=dict)  # by parameter: the endpoint's name of it, if different
+    own_members: Mapping[str, str] = field(default_factory=dict)  # the same for parts of the paths of members
     find_origin: Callable[[Service, Parameters, RequestHead], Origin] | None = None  # for an endpoint that forks
     default_max_tokens: int | None = None  # None: as many as fit
     adds_special_tokens: bool = False  # to prompts, unless the request has `add_special_tokens`
@@ -127,11 +128,17 @@ class GenerationSettings:
 
     def in_own_names(self, error: InvalidRequest) -> InvalidRequest:
         """Return an error about a parameter under the endpoint's name of that parameter."""
-        name = re.match(r"\w*", error.field)
+        path = self._in_own_names(error.field)
+        for part, own in self.own_members.items():
+            path = path.replace(part, own)
+        return error if path == error.field else type(error)(path, error.reason, error.fix)
+
+    def _in_own_names(self, path: str) -> str:
+        name = re.match(r"\w*", path)
         own = None if name is None else self.own_names.get(name[0])
         if name is None or own is None:
-            return error
-        rest = error.field[name.end() :]
+            return path
+        rest = path[name.end() :]
         if name[0] == "structured_outputs":  # the endpoint's field stands for its member, such as json
             rest = re.sub(r"^\.\w+", "", rest)
-        return type(error)(own + rest, error.reason, error.fix)
+        return own + rest

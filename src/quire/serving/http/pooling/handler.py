@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
@@ -21,8 +21,8 @@ from quire.serving.dispatch.mailbox import Mailbox
 from quire.serving.dispatch.observer import RequestRecord
 from quire.serving.http.deadlines import Deadlines
 from quire.serving.http.endpoint import Endpoint
-from quire.serving.http.engine_calls import read_head, trace_of, until_over, watched
-from quire.serving.http.errors import as_failure, as_refusal
+from quire.serving.http.engine_calls import counted_refusals, read_head, trace_of, until_over, watched
+from quire.serving.http.errors import as_failure
 from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.fields import check_body
 from quire.serving.http.json_body import decode_json
@@ -30,7 +30,7 @@ from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import UnsupportedParameter
 from quire.serving.pooled_texts import NOTHING_SAMPLED, PooledText, Rows, TextReader, check_total, cut_up
-from quire.types.errors import InvalidRequest, QuireError
+from quire.types.errors import InvalidRequest
 from quire.types.pooling import PoolingParams
 from quire.types.request import Submit, pack_tokens
 
@@ -91,7 +91,7 @@ class PoolingHandler:
         dispatcher = service.dispatcher
         service.observer.received(self._endpoint.name)
         with ExitStack() as stack:
-            with self._counted_refusals():
+            with counted_refusals(service, self._endpoint.name):
                 deadlines = Deadlines.of(exchange, service.config.timeouts, received_at)
                 stack.enter_context(dispatcher.accept())
                 with deadlines.while_preparing() as timeout:
@@ -109,16 +109,6 @@ class PoolingHandler:
                     raise as_failure(mailbox.failure)
                 body = await service.in_thread(_encode_body, prepared.job, prepared.model, requests)
                 await exchange.reply(200, body)
-
-    @contextmanager
-    def _counted_refusals(self) -> Iterator[None]:
-        """Report errors raised before submission to the observer, and raise them as ApiError."""
-        try:
-            yield
-        except QuireError as error:
-            refusal = as_refusal(error)
-            self._service.observer.refused(self._endpoint.name, refusal.status, refusal.code)
-            raise refusal from None
 
     async def _prepare(self, exchange: Exchange, received_at: float) -> _Prepared:
         service = self._service

@@ -1,7 +1,7 @@
 """`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>`: Gemma 4, and with other marks FunctionGemma.
 
-Arguments differ from JSON in three ways: strings stand between two `<|"|>` without escapes, keys stand bare, and there
-are no blanks.
+Arguments differ from JSON in three ways: strings are enclosed in `<|"|>` and have no escapes, keys have no quotes, and
+there is no white space.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FUNCTION_START, FUNCTION_END, ESCAPE = "<start_function_call>", "<end_function_c
 
 
 def _write_call(lark: LarkGrammar, prefix: str, function: Function, quote: str = QUOTE, end: str = END) -> str:
-    """Return the expression of one call, whose arguments stand in alphabetic order, as Gemma's template has them."""
+    """Return the expression of one call, whose arguments are in alphabetic order, as in Gemma's chat template."""
     parameters = {"type": "object", **(function.get("parameters") or NO_ARGUMENTS)}
     arguments = SchemaWriter(lark, prefix, parameters, quote).arguments()
     return f"{lark.fixed(_CALL + function['name'])} {arguments} {lark.fixed(end)}"
@@ -42,7 +42,7 @@ FUNCTION_GEMMA_SHAPE = CallShape(partial(_write_call, quote=ESCAPE, end=FUNCTION
 
 
 class Gemma4Reader(CallReader):
-    """Passes on a string while it comes, any other value when it is whole. What it passes on is JSON."""
+    """Emits the characters of a string as they arrive, and any other value when it is complete. The output is JSON."""
 
     marks: ClassVar[tuple[str, ...]] = (START,)
     _end, _quote, _after = END, QUOTE, (END, RESPONSE)
@@ -64,14 +64,15 @@ class Gemma4Reader(CallReader):
         return True
 
     def _skip_end(self) -> Reading[None]:
-        """Take what stands behind a call: its end mark, again at times, and the mark with which the turn ends."""
+        """Take what follows a call: its end mark, which some answers repeat, and the mark that ends the turn."""
         while True:
             yield from self._skip_space()
             if not (yield from self._accept(*self._after)):
                 return
 
     def _read_arguments(self, function: str) -> Reading[bool]:
-        """Read up to the bracket that closes the arguments. Returns whether it came; if not, close what is open."""
+        """Read up to the bracket that closes the arguments. Returns whether it was found; if not, closes all open
+        brackets."""
         properties = self._parameters.get(function, {}).get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
         closing, is_first = ["}"], True  # the brackets that are open, innermost last
@@ -100,7 +101,7 @@ class Gemma4Reader(CallReader):
         return not closing
 
     def _read_key(self) -> Reading[str]:
-        """Take a key and its colon; an empty text if none comes."""
+        """Take a key and its colon. Returns the key, or an empty text if there is none."""
         if (yield from self._accept(self._quote)):
             key = yield from self._take_until(self._quote, self._end, most=_NAME_CHARACTERS)
             yield from self._skip_space()
@@ -115,7 +116,8 @@ class Gemma4Reader(CallReader):
         return key if is_key else ""
 
     def _read_value(self, schema: Mapping[str, Any] | None) -> Reading[str]:
-        """Read a string or a bare value. Of an object or a list, take the bracket and return the one that closes it."""
+        """Read a string or an unquoted value, or only the opening bracket of an object or a list. Returns the bracket
+        that closes it, or an empty text."""
         yield from self._skip_space()
         if bracket := (yield from self._accept("{", "[")):
             self._add_arguments(bracket)
@@ -132,8 +134,8 @@ class Gemma4Reader(CallReader):
         return ""
 
     def _read_bare(self) -> Reading[str]:
-        """Take a value without Gemma's quotes up to what ends it, which stays. It may have the quotes of JSON."""
-        read = 1  # characters of a quoted string that were matched: each is looked at once, however it is streamed
+        """Take a value without Gemma's quotes, up to the bracket, comma or mark after it. It may have JSON's quotes."""
+        read = 1  # the matched characters of a JSON string; no character is matched twice
         while self._buffer[0] == '"':
             characters = _JSON_CHARACTERS.match(self._buffer, read)
             assert characters is not None
@@ -161,7 +163,7 @@ class FunctionGemmaReader(Gemma4Reader):
 
 
 def _bare_to_json(text: str, schema: Mapping[str, Any] | None) -> str:
-    """Return a bare value as JSON. What is no literal becomes a string, and so does all where the schema wants one."""
+    """Return an unquoted value as JSON: as a string if the schema wants one or if it is no literal."""
     word = text.strip()
     if types_of(schema) == {"string"} and not word.startswith('"'):
         return json.dumps(word, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Calls whose parameters stand between tags: Qwen3 Coder, GLM, MiniMax M2, Seed-OSS, DeepSeek V3.2, Step3 and others.
+"""Calls whose parameters are enclosed in tags: Qwen3 Coder, GLM, MiniMax M2, Seed-OSS, DeepSeek V3.2, Step3 and others.
 
 `<function=NAME><parameter=KEY>value</parameter></function>` and the like. Strings are written without quotes; values of
 all other types are JSON.
@@ -22,25 +22,20 @@ _NAME_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
-    """The tags of one format.
+    """The tags of one format."""
 
-    `start` and `end` stand around every call; with `is_listed`, around all calls. `function` is the text before a name
-    and the text after it; without the latter, a name ends with its line or at the next tag. `key_ends` is the text
-    after a key; with two, the second says that the value is no string. `value_start` precedes a value. With `on_lines`,
-    one line break at either side of a value is no part of it. The fields from `after_start` on are white space that the
-    model's template writes; readers accept any.
-    """
-
-    start: str = ""
-    end: str = ""
-    function: tuple[str, str]
+    start: str = ""  # before every call; with is_listed, before the first
+    end: str = ""  # after every call; with is_listed, after the last
+    function: tuple[str, str]  # before and after the name; if "" comes after it, it ends with its line or at a tag
     function_end: str
-    parameter: str
-    key_ends: tuple[str, ...]
+    parameter: str  # before a key
+    key_ends: tuple[str, ...]  # after a key: of a string, and of another value if that differs
     value_start: str = ""
     parameter_end: str
     is_listed: bool = False
-    on_lines: bool = False
+    on_lines: bool = False  # one line break before and one after a value do not belong to it
+
+    # white space that the model's chat template writes; readers accept any
     after_start: str = ""
     after_name: str = ""
     around_value: str = ""
@@ -176,11 +171,8 @@ class TagReader(CallReader):
         return properties if isinstance(properties, dict) else {}
 
     def _value_ends(self) -> tuple[str, ...]:
-        """Return the texts that end a value: its tag and, where values stand on lines, what follows where the model
-        forgot the tag.
-
-        Only a parameter that is still missing ends the one before it, so that values may show tags.
-        """
+        """Return the texts that end a value: its end tag and, with `on_lines`, what follows a value whose end tag is
+        missing: the end of the call, or a parameter that the call does not have yet. A value may contain other tags."""
         tags = self.tags
         if not tags.on_lines:
             return (tags.parameter_end,)

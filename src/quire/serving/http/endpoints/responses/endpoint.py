@@ -184,17 +184,6 @@ def _about_one(
     )
 
 
-class ResponsesSettings(GenerationSettings):
-    """Settings that also translate nested field names of chat completions to the flat ones of this endpoint."""
-
-    def in_own_names(self, error: InvalidRequest) -> InvalidRequest:
-        own = super().in_own_names(error)
-        field = own.field
-        for nested, flat in _FLAT_NAMES.items():
-            field = field.replace(nested, flat)
-        return own if field == own.field else type(own)(field, own.reason, own.fix)
-
-
 _FLAT_NAMES = {"].function": "]", "tool_choice.function": "tool_choice", "text.format.json_schema": "text.format"}
 _OWN_NAMES: dict[str, str] = {
     "messages": "input",
@@ -213,12 +202,13 @@ RESPONSE = ResponsesEndpoint(
     event="ResponseEvent",
     schemas=SCHEMAS,
     description=_DESCRIPTION,
-    generation=ResponsesSettings(
+    generation=GenerationSettings(
         id_prefix="resp",
         prompt_field="input",
         make_format=ResponsesFormat,
         translate=translate,
         own_names=_OWN_NAMES,
+        own_members=_FLAT_NAMES,
     ),
 )
 RESPONSES: tuple[Endpoint, ...] = (

@@ -186,7 +186,7 @@ class ResponsesStream:
 def _usage_json(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt,
-        "input_tokens_details": {"cached_tokens": usage.num_cached},
+        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},  # writing costs nothing
         "output_tokens": usage.num_output,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning or 0},
         "total_tokens": usage.num_prompt + usage.num_output,

@@ -27,7 +27,7 @@ _ITEM: Schema = {
 _USAGE = record(
     {
         "input_tokens": WHOLE,
-        "input_tokens_details": record({"cached_tokens": WHOLE}),
+        "input_tokens_details": record({"cached_tokens": WHOLE, "cache_write_tokens": WHOLE}),
         "output_tokens": WHOLE,
         "output_tokens_details": record({"reasoning_tokens": WHOLE}),
         "total_tokens": WHOLE,

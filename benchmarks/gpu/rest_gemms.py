@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.kernel_timing import Case
-from quire.kernels.triton.gauge import graph_us
-from quire.kernels.triton.gauge_cases import Sizes
 from quire.kernels.triton.gemm_skinny import Workspace
 from quire.kernels.triton.gemm_trials import BYTES, Kind, Layer, Operands
+from quire.kernels.triton.measurement import graph_us
+from quire.kernels.triton.measurement_cases import Sizes
 from quire.kernels.triton.tuning import Trial, run_trial
 
 CUDA = torch.device("cuda")
@@ -39,7 +39,7 @@ def _case(layer: Layer, rows: int, kind: Kind, workspace: Workspace) -> Case:
     operands = Operands.make(layer, rows, kind, CUDA)
     size = layer.weight_rows * layer.inputs * BYTES[kind][1]
     return Case(
-        f"product {layer.name} M={rows} {kind}", operands.calls(layer, workspace),
+        f"gemm {layer.name} M={rows} {kind}", operands.calls(layer, workspace),
         partial(operands.error, layer, workspace), size, operands.library_calls(layer),
     )  # fmt: skip
 

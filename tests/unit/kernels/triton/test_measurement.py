@@ -11,8 +11,8 @@ if not HAS_TRITON:
 
 import torch
 
-from quire.kernels.triton.gauge import Call, Case, Ceilings, gauge, num_copies, read_stream
-from quire.kernels.triton.gauge_cases import Sizes, cases
+from quire.kernels.triton.measurement import Call, Case, Ceilings, measure, num_copies, read_stream
+from quire.kernels.triton.measurement_cases import Sizes, cases
 
 CEILINGS = Ceilings(read=4e12, copy=3e12, matmul=8e14, to_device=5e10, to_host=5e10)
 TINY = Sizes(
@@ -26,21 +26,21 @@ def once(calls: Sequence[Call]) -> float:
     return 2.0
 
 
-def test_bytes_are_held_against_the_read_stream_and_operations_against_the_product() -> None:
-    reading = gauge(Case("a", [lambda: None], num_bytes=4e6), CEILINGS, once)
-    assert (reading.rate, reading.percent, reading.counts_flops) == (2e12, 50.0, False)
-    reading = gauge(Case("b", [lambda: None], num_bytes=4e6, flops=4e8), CEILINGS, once)
-    assert (reading.rate, reading.percent, reading.counts_flops) == (2e14, 25.0, True)
+def test_rates_are_relative_to_the_read_bandwidth_or_the_large_gemm() -> None:
+    measured = measure(Case("a", [lambda: None], num_bytes=4e6), CEILINGS, once)
+    assert (measured.rate, measured.percent, measured.counts_flops) == (2e12, 50.0, False)
+    measured = measure(Case("b", [lambda: None], num_bytes=4e6, flops=4e8), CEILINGS, once)
+    assert (measured.rate, measured.percent, measured.counts_flops) == (2e14, 25.0, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is not in use")
 def test_every_kernel_has_a_case_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.kernels.triton.gauge.COLD_BYTES", 1)
+    monkeypatch.setattr("quire.kernels.triton.measurement.COLD_BYTES", 1)
     names = []
     for make in cases(TINY, torch.device("cpu"), float8=False):
         case = make()
-        if not case.name.startswith("product"):  # in bfloat16, which the interpreter gets wrong
-            gauge(case, CEILINGS, once)
+        if not case.name.startswith("gemm"):  # in bfloat16, which the interpreter gets wrong
+            measure(case, CEILINGS, once)
         names.append(case.name)
     assert len(set(names)) == len(names) == 10 + 5 * 3
 

@@ -33,16 +33,16 @@ def find_gpu() -> torch.device:
 
 def measure_ceilings(device: torch.device) -> dict[str, float]:
     """Return the GPU's limits by name, in bytes or operations per second."""
-    from quire.kernels.triton import gauge
+    from quire.kernels.triton import measurement
 
-    return gauge.measure_ceilings(device)._asdict()
+    return measurement.measure_ceilings(device)._asdict()
 
 
 def measure_kernels(device: torch.device, ceilings: dict[str, float]) -> Iterator[dict[str, Any]]:
     """Yield a measurement of each kernel, or its name and the error that prevented it."""
     from quire.kernels.triton.compiling import compiling_only
-    from quire.kernels.triton.gauge import Ceilings, gauge, graph_us
-    from quire.kernels.triton.gauge_cases import Sizes, cases
+    from quire.kernels.triton.measurement import Ceilings, graph_us, measure
+    from quire.kernels.triton.measurement_cases import Sizes, cases
 
     has_float8 = torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
     for make in cases(Sizes(), device, float8=has_float8):
@@ -50,7 +50,7 @@ def measure_kernels(device: torch.device, ceilings: dict[str, float]) -> Iterato
         try:
             with compiling_only():
                 case.calls[0]()
-            yield gauge(case, Ceilings(**ceilings), graph_us)._asdict()
+            yield measure(case, Ceilings(**ceilings), graph_us)._asdict()
         except Exception as error:  # noqa: BLE001  (one kernel must not hide the others)
             yield {"name": case.name, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
@@ -61,10 +61,10 @@ def tune_gemms(
     """Try tilings of every gemm of the model, and save the best for later engines. Returns the path of the file."""
     import triton
 
-    from quire.kernels.triton.gauge import graph_us
-    from quire.kernels.triton.gauge_cases import Sizes
     from quire.kernels.triton.gemm_skinny import Workspace
     from quire.kernels.triton.launch import has_gluon
+    from quire.kernels.triton.measurement import graph_us
+    from quire.kernels.triton.measurement_cases import Sizes
     from quire.kernels.triton.tuning import found_by, run_trial, tune
 
     numbers = (model.hidden_size, model.intermediate_size)

@@ -45,7 +45,7 @@ class Case(NamedTuple):
     flops: float = 0.0  # 0 for memory-bound kernels
 
 
-class Reading(NamedTuple):
+class Measurement(NamedTuple):
     """The measurement of a case. `percent` is relative to the read bandwidth, or for cases with `flops` to the large
     gemm."""
 
@@ -56,13 +56,13 @@ class Reading(NamedTuple):
     percent: float
 
 
-def gauge(case: Case, ceilings: Ceilings, timer: Timer) -> Reading:
+def measure(case: Case, ceilings: Ceilings, timer: Timer) -> Measurement:
     """Measure a case and relate it to the device's ceilings."""
     us = timer(case.calls)
     counts_flops = case.flops > 0
     rate = (case.flops if counts_flops else case.num_bytes) / us * 1e6
     ceiling = ceilings.matmul if counts_flops else ceilings.read
-    return Reading(case.name, us, rate, counts_flops, 100 * rate / ceiling)
+    return Measurement(case.name, us, rate, counts_flops, 100 * rate / ceiling)
 
 
 def graph_us(calls: Sequence[Call]) -> float:

@@ -17,10 +17,10 @@ from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, p
 from quire.kernels.triton.attention_schedule import allocate_split_plan, fill_split_plan
 from quire.kernels.triton.copy import copy_blocks
 from quire.kernels.triton.embedding import embed
-from quire.kernels.triton.gauge import Case, num_copies
 from quire.kernels.triton.gemm_skinny import Workspace
 from quire.kernels.triton.gemm_trials import BYTES, Kind, Layer, Operands
 from quire.kernels.triton.logprobs import Logprobs, LogprobSpace, logprobs
+from quire.kernels.triton.measurement import Case, num_copies
 from quire.kernels.triton.norm import add_rms_norm
 from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.rotary import LayerMemory, rotate_and_store
@@ -74,7 +74,7 @@ def cases(sizes: Sizes, device: torch.device, *, float8: bool) -> Iterator[Maker
     small: list[tuple[int, Kind]] = [(1, "w8"), (64, "w8a8")]
     for layer in sizes.layers():
         for rows, kind in wide + (small if float8 and layer.name != "head" else []):
-            yield partial(_product, layer, rows, kind, workspace, device)
+            yield partial(_gemm, layer, rows, kind, workspace, device)
 
 
 def _numbers(sizes: Sizes, device: torch.device, *shape: int) -> Tensor:
@@ -197,7 +197,7 @@ def _logprobs(sizes: Sizes, device: torch.device) -> Case:
     return Case(f"logprobs {sizes.rows} x {sizes.vocab}", calls, logits[0].nbytes)
 
 
-def _product(layer: Layer, rows: int, kind: Kind, workspace: Workspace, device: torch.device) -> Case:
+def _gemm(layer: Layer, rows: int, kind: Kind, workspace: Workspace, device: torch.device) -> Case:
     operands = Operands.make(layer, rows, kind, device)
     size = layer.weight_rows * layer.inputs * BYTES[kind][1]
     return Case(f"gemm, {layer.name}, {rows} rows, {kind}", operands.calls(layer, workspace), size)
