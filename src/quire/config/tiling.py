@@ -54,6 +54,16 @@ def canvases_of(least: int, most: int) -> tuple[Canvas, ...]:
     )
 
 
+def canvases_by_ratio(most: int) -> tuple[Canvas, ...]:
+    """Return all rectangles of at most `most` tiles, those of one shape together: the order decides between equals."""
+    found: dict[float, list[Canvas]] = {}
+    for count in range(most, 0, -1):
+        for rows in range(1, count + 1):
+            if count % rows == 0:
+                found.setdefault(rows * rows / count, []).append((rows, count // rows))
+    return tuple(canvas for canvases in found.values() for canvas in canvases)
+
+
 @lru_cache(maxsize=256)
 def canvas_of(height: int, width: int, tiling: Tiling) -> Canvas:
     """Return the rows and columns of tiles that a picture of this size is cut into."""

@@ -266,9 +266,9 @@ def refuse_size(image: Fields, side: int) -> None:
         raise image.refuse("size", f"only {side} x {side} is supported, the tower's size")
 
 
-def read_most_tiles(image: Fields) -> tuple[int, int]:
-    """Return the fewest and the most tiles into which a picture is cut."""
-    least, most = image.integer("min_patches", 1), image.integer("max_patches", 12)
+def read_most_tiles(image: Fields, usual: int = 12) -> tuple[int, int]:
+    """Return the fewest and the most tiles into which a picture is cut. `usual`: the default of the latter."""
+    least, most = image.integer("min_patches", 1), image.integer("max_patches", usual)
     if not 1 <= least <= most <= _MOST_TILES:
         reason = f"min_patches is {least} and max_patches {most}"
         raise image.refuse("max_patches", reason, fix=f"choose 1 <= min_patches <= max_patches <= {_MOST_TILES}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.config.tiling import Tiling, canvas_of, canvases_of, num_tiles
+from quire.config.tiling import Tiling, canvas_of, canvases_by_ratio, canvases_of, num_tiles
 from quire.config.vision import ImageGrid, ImageLimits
 from quire.serving.vision.image_reader import ImageReader, place_images
 from quire.serving.vision.replacements import with_replacements
@@ -198,6 +198,66 @@ def test_tiles_are_those_of_command_a_vision() -> None:
         off = np.abs(tiles - (np.asarray(wanted["pixel_values"]) * 0.5 + 0.25) * 255)
         assert (off > 1.01).mean() < 0.05
         assert off.mean() < 0.5
+
+
+def fitted_grid() -> ImageGrid:
+    tiling = Tiling(
+        "fit", 24, canvases=canvases_by_ratio(4), is_joined=False, begin="<|image_start|>", text="<|patch|>",
+        between="<|tile_x_separator|>", row_end="<|tile_y_separator|>",
+    )  # fmt: skip
+    return ImageGrid(
+        9, 8, fixed=3, tiling=tiling, resampling="bilinear", begin_token="<|image|>",
+        replacement="<|image|><|patch|><|image_end|>",
+    )  # fmt: skip
+
+
+FITTED = {  # of Llama 4 with four tiles at most, by (height, width): rows and columns of tiles
+    (1, 1): (1, 1), (24, 24): (1, 1), (25, 24): (2, 1), (24, 25): (1, 2), (10, 30): (1, 2), (24, 72): (1, 3),
+    (90, 20): (4, 1), (100, 100): (2, 2), (300, 10): (4, 1), (100, 300): (1, 3),
+}  # fmt: skip
+
+
+def test_pictures_of_llama_4_are_cut_where_they_keep_most_pixels() -> None:
+    grid = fitted_grid()
+    assert grid.tiling is not None
+    assert {size: canvas_of(*size, grid.tiling) for size in FITTED} == FITTED
+    for image in pictures():
+        found = ImageReader(ImageLimits(grid)).prepare("image", image)
+        assert len(pieces_of([found])) == num_shown(image.size[::-1], grid)
+        assert all(grid.fits(piece) for piece in pieces_of([found]))
+
+
+def test_prompts_have_tiles_as_llama_4_writes_them() -> None:
+    grid = fitted_grid()
+    two_by_two, alone = (ImageReader(ImageLimits(grid)).prepare("image", noise(*size)) for size in ((48, 48), (24, 24)))
+    row = "<|patch|><|tile_x_separator|><|patch|><|tile_y_separator|>"
+    whole = "<|image|><|patch|><|image_end|>"
+    text = with_replacements("a<|image|>b<|image|>", grid, (two_by_two, alone))
+    assert text == f"a<|image_start|>{row}{row}{whole}b<|image_start|>{whole}"
+
+
+def test_tiles_are_those_of_llama_4() -> None:
+    """transformers resizes by torchvision and computes in bfloat16 here."""
+    pytest.importorskip("torchvision")
+    import torch
+
+    processing = pytest.importorskip("transformers.models.llama4.image_processing_llama4")
+    grid, sizes = fitted_grid(), [(height, width) for height in range(1, 120, 7) for width in range(1, 120, 5)]
+    assert grid.tiling is not None
+    made = processing.Llama4ImageProcessor(size={"height": 24, "width": 24}, max_patches=4)
+    known = torch.tensor(processing.find_supported_resolutions(4, made.size))
+    for size in (*sizes, *FITTED):
+        wanted = tuple((processing.get_best_fit(size, known) // 24).tolist())
+        assert canvas_of(*size, grid.tiling) == wanted, size
+    for image in pictures():
+        found, wanted = ImageReader(ImageLimits(grid)).prepare("image", image), made(image, return_tensors="pt")
+        tiles = np.frombuffer(b"".join(each.pixels for each in pieces_of([found])), np.uint8)
+        shown = tiles.reshape(-1, 24, 24, 3).transpose(0, 3, 1, 2)
+        theirs = (wanted["pixel_values"].float().numpy() * 0.5 + 0.5) * 255
+        assert shown.shape == theirs.shape
+        off = np.abs(shown - theirs)
+        assert (off > 3).mean() < 0.02
+        assert off.mean() < 1
 
 
 @pytest.mark.parametrize("kind", ["crops", "pads", "stretches"])
