@@ -128,7 +128,7 @@ def test_pixtral_12b_is_a_llava_whose_tokens_are_patches(tmp_path: Path) -> None
         ("vision_feature_layer", -2, "vision_feature_layer: only -1 is supported"),
         ("vision_feature_layer", None, "vision_feature_layer: only -1 is supported"),
         ("vision_feature_select_strategy", "default", "vision_feature_select_strategy: only full is supported"),
-        ("vision_config", {"model_type": "clip_vision_model"}, "model_type: 'clip_vision_model' is not supported"),
+        ("vision_config", {"model_type": "dinov2"}, "model_type: 'dinov2' is not supported"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
         with pytest.raises(ModelLoadError, match=re.escape(error)):

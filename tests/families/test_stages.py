@@ -38,7 +38,10 @@ CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID,
 }
-WITH_IMAGES = ("idefics3", "llava", "mistral3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+WITH_IMAGES = (
+    "cohere2_vision", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
+)  # fmt: skip
 
 
 def check(case: FamilyCase, made: TinyEngine, prompts: list[list[int]], count: int = NUM_TOKENS) -> None:

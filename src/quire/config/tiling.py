@@ -46,6 +46,24 @@ class Tiling:
         return rows * columns + 1 if rows * columns > 1 or self.rule == "pad" else 1
 
 
+def canvases_of(least: int, most: int) -> tuple[Canvas, ...]:
+    """Return all rectangles of `least` to `most` tiles, small ones first, then those of fewer columns."""
+    found = ((rows, columns) for columns in range(1, most + 1) for rows in range(1, most + 1))
+    return tuple(
+        sorted((each for each in found if least <= each[0] * each[1] <= most), key=lambda each: each[0] * each[1])
+    )
+
+
+def canvases_by_ratio(most: int) -> tuple[Canvas, ...]:
+    """Return all rectangles of at most `most` tiles, those of one shape together: the order decides between equals."""
+    found: dict[float, list[Canvas]] = {}
+    for count in range(most, 0, -1):
+        for rows in range(1, count + 1):
+            if count % rows == 0:
+                found.setdefault(rows * rows / count, []).append((rows, count // rows))
+    return tuple(canvas for canvases in found.values() for canvas in canvases)
+
+
 @lru_cache(maxsize=256)
 def canvas_of(height: int, width: int, tiling: Tiling) -> Canvas:
     """Return the rows and columns of tiles that a picture of this size is cut into."""

@@ -147,6 +147,19 @@ class ImageLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class TransformerStyle:
+    """How the transformers of CLIP, SigLIP and InternVL differ."""
+
+    patch_bias: bool = True
+    qkv_bias: bool = True
+    has_first_norm: bool = False  # of patches before the first block
+    has_last_norm: bool = True
+    has_rms_norms: bool = False  # in blocks
+    has_qk_norm: bool = False  # over all heads
+    scales_residuals: bool = False  # by learned vectors
+
+
+@dataclass(frozen=True, slots=True)
 class Vision:
     """The sizes of a vision transformer over patches of an image. `merge` x `merge` patches become one token."""
 
@@ -172,12 +185,16 @@ class Vision:
     is_clipped: bool = False  # inputs and outputs of linear layers are clipped to ranges of the checkpoint
     is_standardized: bool = False  # tokens are shifted and scaled by vectors of the checkpoint before the last norm
     staggers: bool = False  # columns rotate by frequencies between those by which rows rotate
-    activation: str = "silu"  # of a gated MLP: silu or gelu
+    activation: str = "silu"  # of MLPs: silu or gelu of gated ones; gelu, gelu_tanh or quick_gelu of plain ones
     has_merger: bool = True  # the projector norms patches and merges those of a token
     projector: tuple[float, bool] = (1e-6, False)  # eps of its norm, and whether its linear layers have biases
+    projector_size: int = 0  # outputs of the projector's first layer, if they are not those of the last one
     whole_in_windows: bool = False  # of a grid that `is_whole`: only layers with a window show tokens their whole image
     filler_id: int = 0  # the token whose side inputs image tokens have (`ModelConfig.per_layer_input`)
     has_class: bool = False  # a learned vector is a further patch of each tile
+    style: TransformerStyle = TransformerStyle()  # of `VisionTransformer`
+    taken: tuple[int, ...] = ()  # after how many blocks a patch's vectors are taken and joined; (): after the last one
+    vector_scale: float = 1.0  # of the vectors of tokens, as of embeddings
     unread: tuple[str, ...] = ()  # prefixes of the names of tensors that checkpoints have besides
 
     @property
@@ -298,7 +315,9 @@ def image_bytes(
     joined = grid.max_tiles * grid.tile_tokens if grid.tiling is not None and grid.tiling.is_joined else 0
     held = limits.max_kept_tokens + max(grid.max_tokens, limits.max_encoded_tokens) + 3 * joined
     vectors = held * hidden_size * (1 + len(vision.deep)) * weight_bytes
-    return max(largest * (numbers * weight_bytes + floats * 4), seen) + vectors
+    taken = largest * size * len(vision.taken)  # outputs of blocks, held and joined for the projector
+    projected = (2 * taken + 3 * largest // vision.merge**2 * (hidden_size + vision.projector_size)) * weight_bytes
+    return max(largest * (numbers * weight_bytes + floats * 4) + taken * weight_bytes, projected, seen) + vectors
 
 
 def check_media_path(path: str | None, images: ImageLimits | None) -> None:

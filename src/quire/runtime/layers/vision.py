@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -131,16 +132,18 @@ def attend_within(
 
 class VisionAttention(nn.Module):
     """Attention of patches, with 2D rotary positions unless `rotation` is None, its qkv gemm and its output gemm.
-    `names`: of the query, key and value matrices in checkpoints, or of the matrix of all three, and of the output."""
+    `names`: of the query, key and value matrices in checkpoints, or of the matrix of all three, and of the output.
+    `out_bias`: whether the output has a bias, if it differs."""
 
     def __init__(
-        self, vision: Vision, build: LayerBuilder, names: Sequence[str] = ("qkv", "proj"), *, bias: bool = True
-    ) -> None:
+        self, vision: Vision, build: LayerBuilder, names: Sequence[str] = ("qkv", "proj"), *, bias: bool = True,
+        out_bias: bool | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         size, self._heads = vision.hidden_size, vision.num_heads
         *qkv, out = names
         self.qkv = build.whole_linear(tuple(qkv), size, 3 * size // len(qkv), bias=bias)
-        self.proj = build.whole_linear(out, size, size, bias=bias)
+        self.proj = build.whole_linear(out, size, size, bias=bias if out_bias is None else out_bias)
 
     def forward(self, x: Tensor, rotation: Tensor | None, parts: Sequence[Part]) -> Tensor:  # x: [patches, size]
         query, key, value = self.qkv(x).view(len(x), 3, self._heads, -1).unbind(1)
@@ -171,19 +174,22 @@ class PlainVisionMLP(nn.Module):
 
     def __init__(self, vision: Vision, build: LayerBuilder, names: tuple[str, str] = ("fc1", "fc2")) -> None:
         super().__init__()
+        self._activate = PLAIN_ACTIVATIONS[vision.activation]
         self.first = build.whole_linear(names[0], vision.hidden_size, vision.intermediate_size)
         self.second = build.whole_linear(names[1], vision.intermediate_size, vision.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.second(self.activate(self.first(x)))
+        found: Tensor = self.second(self._activate(self.first(x)))
         return found
 
-    def activate(self, x: Tensor) -> Tensor:
-        return F.gelu(x, approximate="tanh")
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return the sigmoid approximation of GELU."""
+    return x * torch.sigmoid(1.702 * x)
 
 
-class QuickVisionMLP(PlainVisionMLP):
-    """Like PlainVisionMLP, with the sigmoid approximation of GELU."""
-
-    def activate(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
+PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+}

@@ -127,12 +127,12 @@ def with_module_path(name: str, places: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def is_unread(config: ModelConfig, name: str) -> bool:
-    """Whether no layer reads a tensor. Checkpoints store keys and values of layers that read those of other layers, and
-    towers that their config does not describe; EAGLE heads with the full vocabulary may still store a token map
-    (d2t)."""
+    """Whether no layer reads a tensor. Checkpoints store keys and values of layers that read those of other layers,
+    towers that their config does not describe, and blocks of a tower behind the one whose vectors are taken. EAGLE
+    heads with the full vocabulary may still store a token map (d2t)."""
     if config.eagle is not None and name == "d2t":
         return config.eagle.vocab_size == config.vocab_size
-    if config.vision is None and name.startswith(("visual.", "vision_tower.")):
+    if name.startswith(("visual.", "vision_tower.") if config.vision is None else config.vision.unread):
         return True
     if ".self_attn.indexer." in name and not _has_indexer(config, name):
         return True

@@ -18,6 +18,7 @@ PREPROCESSOR, PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config
 _IMAGE_TOKEN = 151_655  # the default of config.json
 LANCZOS, BILINEAR, BICUBIC, _RESCALE = 1, 2, 3, 1 / 255
 HALF: Channels = (0.5, 0.5, 0.5)
+_MOST_TILES = 64  # of a picture
 _MOST_TOKENS = 16_384  # of an image, the most of any published model
 _TOWER_THETA = 10_000.0  # of the towers' rotary positions
 _SIZES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}  # keys of `size`; the edges are pixel counts too
@@ -69,7 +70,8 @@ def read_vision(config: Fields, hidden_size: int, *, is_gated: bool) -> Vision:
         window, full = tower.integer("window_size", 112), _read_blocks(tower, "fullatt_block_indexes", (7, 15, 23, 31))
         if window < vision.grid.unit or window % vision.grid.unit:
             raise tower.refuse("window_size", f"must be a multiple of {vision.grid.unit}, is {window}")
-    return replace(vision, window=window, full_blocks=full, is_gated=is_gated)
+    activation = "silu" if is_gated else "quick_gelu"
+    return replace(vision, window=window, full_blocks=full, is_gated=is_gated, activation=activation)
 
 
 def read_qwen3_vision(config: Fields, hidden_size: int, *, num_layers: int = 0, token: int = _IMAGE_TOKEN) -> Vision:
@@ -90,7 +92,7 @@ def read_qwen3_vision(config: Fields, hidden_size: int, *, num_layers: int = 0, 
     if len(deep) >= max(num_layers, 1):
         reason = f"are {len(deep)} blocks, only {max(num_layers, 1) - 1} are supported by the decoder's layers"
         raise tower.refuse("deepstack_visual_indexes", reason)
-    return replace(vision, is_gated=False, table_side=side, deep=deep)
+    return replace(vision, is_gated=False, activation="gelu_tanh", table_side=side, deep=deep)
 
 
 def vision_fields(config: Fields) -> Fields:
@@ -256,3 +258,27 @@ def read_channels(image: Fields, key: str, usual: Channels) -> Channels:
     if not isinstance(given, list) or len(given) != 3 or any(type(one) not in (int, float) for one in given):
         raise image.refuse(key, "must hold a number for each of three channels")
     return cast("Channels", tuple(map(float, given)))
+
+
+def refuse_size(image: Fields, side: int) -> None:
+    """Refuse another size of tiles than the tower's."""
+    if image.raw("size") not in (None, {"height": side, "width": side}):
+        raise image.refuse("size", f"only {side} x {side} is supported, the tower's size")
+
+
+def read_most_tiles(image: Fields, usual: int = 12) -> tuple[int, int]:
+    """Return the fewest and the most tiles into which a picture is cut. `usual`: the default of the latter."""
+    least, most = image.integer("min_patches", 1), image.integer("max_patches", usual)
+    if not 1 <= least <= most <= _MOST_TILES:
+        reason = f"min_patches is {least} and max_patches {most}"
+        raise image.refuse("max_patches", reason, fix=f"choose 1 <= min_patches <= max_patches <= {_MOST_TILES}")
+    return least, most
+
+
+def read_token_names(config: Fields, usual: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the texts of tokens around images from tokenizer_config.json. `usual`: the defaults, by key."""
+    path = Path(config.file).with_name("tokenizer_config.json")
+    fields = Fields(str(path), read_json(path) if path.is_file() else {})
+    given = {key: fields.raw(key) for key in usual}
+    nested = {key: each["content"] for key, each in given.items() if isinstance(each, dict) and "content" in each}
+    return tuple(fields.changed(nested).text(key, content) for key, content in usual.items())

@@ -1,4 +1,4 @@
-"""Llama 4 (text): every layer, or every second one, has a shared expert and one routed expert per token.
+"""Llama 4: every layer, or every second one, has a shared expert and one routed expert per token.
 
 The router's score multiplies the input of the expert. Most layers attend within chunks of the text; the others have no
 rotary positions, and scale queries by their position in long contexts. Heads are normed without weights in layers with
@@ -13,15 +13,17 @@ from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig, QueryScaling
 from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.vision import VisionTower
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family, Stacked, text_model_name
 from quire.runtime.models.hf_config import check_experts, read_decoder, read_heads, read_layers_without_rope
+from quire.runtime.models.hf_llama4_vision import read_llama4_vision
 from quire.runtime.models.hf_rope import read_rope
+from quire.runtime.models.llama4_vision import Llama4Tower
 from quire.runtime.models.mixture import QwenMoeBlock
 
 CHUNKED, FULL = "chunked_attention", "full_attention"  # values of `layer_types`
 USUAL_CHUNK = 8_192
-OTHERS = ("vision_model.", "multi_modal_projector.")
 
 
 class Llama4Attention(DecoderAttention):
@@ -41,6 +43,15 @@ class Llama4Block(QwenMoeBlock):
 class Llama4(Decoder):
     block = Llama4Block
 
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__(config, build)
+        vision, size = config.vision, config.hidden_size
+        self.vision_tower = None if vision is None else Llama4Tower(vision, size, build)
+
+    @property
+    def tower(self) -> VisionTower | None:
+        return self.vision_tower
+
 
 def read_llama4(config: Fields) -> ModelConfig:
     bias, length = config.flag("attention_bias", False), config.integer("max_position_embeddings", 131_072)
@@ -52,6 +63,7 @@ def read_llama4(config: Fields) -> ModelConfig:
         norm_eps=config.number("rms_norm_eps", 1e-5), qk_norm=config.flag("use_qk_norm", True),
         windows=read_chunks(config, without), has_chunks=True, query_scaling=read_query_scaling(config),
         experts=read_experts(config),
+        vision=None if config.raw("vision_config") is None else read_llama4_vision(config),
     )  # fmt: skip
 
 
@@ -92,7 +104,11 @@ def read_query_scaling(config: Fields) -> QueryScaling | None:
 
 
 def rename_llama4(name: str) -> str | None:
-    text = text_model_name(name, OTHERS)
+    """Adapter and projector are parts of our tower."""
+    outer = name.removeprefix("model.")
+    if outer.startswith(("vision_model.", "multi_modal_projector.")):
+        return f"vision_tower.{outer.partition('.')[2].removeprefix('model.')}"
+    text = text_model_name(name, ())
     return None if text is None else text.replace(".feed_forward.", ".mlp.")
 
 

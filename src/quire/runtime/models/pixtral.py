@@ -2,7 +2,7 @@
 are merged to tokens.
 
 The frequencies of columns lie between those of rows. In a prompt a token ends each row of an image. Ministral 3 is
-stored in the same way; Pixtral 12B is stored as a LLaVA, and its tokens are patches.
+stored in the same way; Pixtral 12B is stored as a LLaVA (llava.py), and its tokens are patches.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from quire.runtime.layers.vision import (
     cut_patches,
     patch_rotation,
 )
-from quire.runtime.models.decoder import Decoder, read_mistral
+from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family, text_model_name
-from quire.runtime.models.hf_config import refuse_other
 from quire.runtime.models.hf_pixtral import read_pixtral
 from quire.runtime.models.mistral import read_mistral3_text
 
@@ -108,12 +107,4 @@ def read_mistral3(config: Fields) -> ModelConfig:
     return numbers if config.raw("vision_config") is None else replace(numbers, vision=read_pixtral(config))
 
 
-def read_llava(config: Fields) -> ModelConfig:
-    """Read Pixtral 12B, which is stored as a LLaVA: Mistral and the tower without a merger."""
-    refuse_other(config, "model_type", "mistral")
-    vision = read_pixtral(config, has_merger=False)
-    return replace(read_mistral(config), architecture="llava", vision=vision)
-
-
 MISTRAL3 = Family(name="mistral3", build=Mistral3, read=read_mistral3, rename=rename, nested="text_config")
-LLAVA = Family(name="llava", build=Mistral3, read=read_llava, rename=rename, nested="text_config")

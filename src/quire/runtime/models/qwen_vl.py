@@ -21,7 +21,7 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.vision import (
     GatedVisionMLP,
     Part,
-    QuickVisionMLP,
+    PlainVisionMLP,
     VisionAttention,
     VisionTower,
     cut_patches,
@@ -48,7 +48,7 @@ class VisionBlock(nn.Module):
         self.mlp = self.make_mlp(vision, build)
 
     def make_mlp(self, vision: Vision, build: LayerBuilder) -> nn.Module:
-        return (GatedVisionMLP if vision.is_gated else QuickVisionMLP)(vision, build)
+        return (GatedVisionMLP if vision.is_gated else PlainVisionMLP)(vision, build)
 
     def forward(self, x: Tensor, rotation: Tensor, parts: Sequence[Part]) -> Tensor:
         x = x + self.attn(self.norm1(x), rotation, parts)

@@ -47,7 +47,9 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "ministral": Entry("mistral", "MINISTRAL", ("MinistralForCausalLM",)),
     "ministral3": Entry("mistral", "MINISTRAL3", ("Ministral3ForCausalLM",)),
     "mistral3": Entry("pixtral", "MISTRAL3", ("Mistral3ForConditionalGeneration",)),
-    "llava": Entry("pixtral", "LLAVA", ("LlavaForConditionalGeneration",)),
+    "llava": Entry("llava", "LLAVA", ("LlavaForConditionalGeneration",)),
+    "llava_next": Entry("llava", "LLAVA_NEXT", ("LlavaNextForConditionalGeneration",)),
+    "llava_onevision": Entry("llava", "LLAVA_ONEVISION", ("LlavaOnevisionForConditionalGeneration",)),
     "mixtral": Entry("mixture", "MIXTRAL", ("MixtralForCausalLM",), in_gguf=True, gguf_name="llama", gguf_mixture=True),
     "qwen2": Entry("decoder", "QWEN2", ("Qwen2ForCausalLM",), in_gguf=True),
     "mimo": Entry("decoder", "MIMO", ("MiMoForCausalLM",)),
@@ -83,7 +85,11 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen3_vl_moe": Entry("qwen3_vl", "QWEN3_VL_MOE", ("Qwen3VLMoeForConditionalGeneration",)),
     "smolvlm": Entry("smolvlm", "SMOLVLM", ("SmolVLMForConditionalGeneration",)),
     "idefics3": Entry("smolvlm", "IDEFICS3", ("Idefics3ForConditionalGeneration",)),
+    "internvl": Entry("internvl", "INTERNVL", ("InternVLForConditionalGeneration",)),
+    "cohere2_vision": Entry("cohere2_vision", "COHERE2_VISION", ("Cohere2VisionForConditionalGeneration",)),
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
+    "cwm": Entry("mistral", "CWM", ("CwmForCausalLM",)),
+    "nanochat": Entry("nanochat", "NANOCHAT", ("NanoChatForCausalLM",)),
     "smollm3": Entry("plain", "SMOLLM3", ("SmolLM3ForCausalLM",), in_gguf=True),
     "helium": Entry("plain", "HELIUM", ("HeliumForCausalLM",)),
     "apertus": Entry("apertus", "APERTUS", ("ApertusForCausalLM",)),
@@ -106,6 +112,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "ernie4_5": Entry("plain", "ERNIE4_5", ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), in_gguf=True),
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",), in_gguf=True),
     "gemma": Entry("gemma1", "GEMMA1", ("GemmaForCausalLM",), in_gguf=True),
+    "vaultgemma": Entry("gemma1", "VAULTGEMMA", ("VaultGemmaForCausalLM",)),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
     "gemma3_text": Entry(
         "gemma", "GEMMA3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), in_gguf=True, gguf_name="gemma3"
@@ -115,6 +122,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
     "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",), in_gguf=True, by_inputs=True),
     "gpt_bigcode": Entry("gpt_bigcode", "GPT_BIGCODE", ("GPTBigCodeForCausalLM",), in_gguf=True, gguf_name="starcoder"),
+    "gpt_neo": Entry("gpt_neo", "GPT_NEO", ("GPTNeoForCausalLM",)),
     "gptj": Entry("gptj", "GPTJ", ("GPTJForCausalLM",)),
     "gpt_oss": Entry(
         "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)
@@ -149,6 +157,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "dots1": Entry("sigmoid_mixture", "DOTS1", ("Dots1ForCausalLM",), in_gguf=True),
     "solar_open": Entry("sigmoid_mixture", "SOLAR_OPEN", ("SolarOpenForCausalLM",)),
     "exaone_moe": Entry("sigmoid_mixture", "EXAONE_MOE", ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM")),
+    "phimoe": Entry("phimoe", "PHIMOE", ("PhiMoEForCausalLM", "PhimoeForCausalLM")),
     "flex_olmo": Entry("olmoe", "FLEX_OLMO", ("FlexOlmoForCausalLM",)),
     "olmoe": Entry("olmoe", "OLMOE", ("OlmoeForCausalLM",), in_gguf=True),
     "granitemoe": Entry("granite_moe", "GRANITEMOE", ("GraniteMoeForCausalLM",), in_gguf=True),

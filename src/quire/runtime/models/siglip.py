@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config.fields import Fields
 from quire.config.vision import FEWEST_TOKENS, ImageGrid, Vision
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.vision import (
-    Part,
-    PlainVisionMLP,
-    TileTower,
-    VisionAttention,
-    cut_patches,
-    stretch_positions,
-)
+from quire.runtime.layers.vision import stretch_positions
 from quire.runtime.models.hf_config import refuse_other, refuse_set
 from quire.runtime.models.hf_vision import (
     BILINEAR,
@@ -27,6 +20,7 @@ from quire.runtime.models.hf_vision import (
     refuse_prepared,
     vision_fields,
 )
+from quire.runtime.models.vision_transformer import VisionTransformer
 
 NORM_OFFSET = 1.0  # of the norm behind the tower
 TOWER_NAMES = {  # prefixes of names in checkpoints, and in `SiglipTower`
@@ -35,53 +29,10 @@ TOWER_NAMES = {  # prefixes of names in checkpoints, and in `SiglipTower`
     "multi_modal_projector.": "vision_tower.",
     "vision_tower.": "vision_tower.",
 }
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _BEGIN, _PLACEHOLDER, _END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 
 
-class SiglipBlock(nn.Module):
-    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
-        super().__init__()
-        self.layer_norm1 = build.layer_norm("layer_norm1", vision.hidden_size, vision.norm_eps)
-        self.self_attn = VisionAttention(vision, build, _PROJECTIONS)
-        self.layer_norm2 = build.layer_norm("layer_norm2", vision.hidden_size, vision.norm_eps)
-        self.mlp = PlainVisionMLP(vision, build)
-
-    def forward(self, x: Tensor, parts: list[Part]) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x), None, parts)
-        found: Tensor = x + self.mlp(self.layer_norm2(x))
-        return found
-
-
-class SiglipEncoder(nn.Module):
-    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(SiglipBlock(vision, build) for _ in range(vision.depth))
-
-
-class SiglipPatches(TileTower):
-    """What SigLIP's towers share: patches with positions, the encoder and the norm behind it."""
-
-    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
-        super().__init__()
-        self.vision, self._dtype, size = vision, build.dtype, vision.hidden_size
-        self.embed = build.patch_linear("embeddings.patch_embedding", (3, vision.patch, vision.patch), size, bias=True)
-        self.table = build.position_embedding("embeddings.position_embedding", vision.table_side**2, size)
-        self.encoder = SiglipEncoder(vision, build)
-        self.post_layernorm = build.layer_norm("post_layernorm", size, vision.norm_eps)
-
-    def encode(self, tiles: Tensor, positions: Tensor) -> Tensor:
-        """Return the normed patches [tiles * side * side, merge ** 2, hidden] of tiles [tiles, side, side, 3];
-        positions [patches of a tile, hidden]: added to each."""
-        x: Tensor = self.embed(cut_patches(tiles.flatten(0, 1), self.vision, self._dtype))
-        x = (x.view(len(tiles), *positions.shape) + positions.to(x.dtype)).flatten(0, 1)
-        for block in self.encoder.layers:
-            x = block(x, [Part(0, len(tiles), len(positions))])
-        found: Tensor = self.post_layernorm(x)
-        return found.view(-1, self.vision.merge**2, found.shape[-1])
-
-
-class SiglipTower(SiglipPatches):
+class SiglipTower(VisionTransformer):
     def __init__(self, vision: Vision, hidden_size: int, build: LayerBuilder) -> None:
         super().__init__(vision, build)
         size = vision.hidden_size
@@ -91,7 +42,8 @@ class SiglipTower(SiglipPatches):
     def forward(self, tiles: Tensor) -> Tensor:  # [images, side, side, 3] -> [images, tokens, hidden]
         vision, side = self.vision, self.vision.grid.fixed
         patches = self.encode(tiles, stretch_positions(self.table.weight, side, side, vision.merge))
-        found: Tensor = self.project(self.mm_soft_emb_norm(patches.mean(dim=1)))
+        by_token = patches.view(-1, vision.merge**2, vision.hidden_size)
+        found: Tensor = self.project(self.mm_soft_emb_norm(by_token.mean(dim=1)))
         return found.view(len(tiles), side * side, -1)
 
 
@@ -127,5 +79,5 @@ def read_siglip(config: Fields) -> Vision:
     mean, std = read_channels(prepared, "image_mean", HALF), read_channels(prepared, "image_std", HALF)
     return Vision(
         grid, depth, size, inner, heads, patch, patches // side, frames=1, is_gated=False, mean=mean, std=std,
-        table_side=patches, has_axes=False, norm_eps=tower.number("layer_norm_eps", 1e-6),
+        table_side=patches, has_axes=False, norm_eps=tower.number("layer_norm_eps", 1e-6), activation="gelu_tanh",
     )  # fmt: skip

@@ -30,7 +30,7 @@ from quire.runtime.models.hf_vision import (
     refuse_prepared,
     vision_fields,
 )
-from quire.runtime.models.siglip import SiglipPatches
+from quire.runtime.models.vision_transformer import VisionTransformer
 
 _PLACEHOLDER, _AROUND, _WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 _SIZES = {"hidden_size": 1_152, "intermediate_size": 3_072, "num_hidden_layers": 12, "num_attention_heads": 16,
@@ -39,7 +39,7 @@ _NAMES = {"vision_model.": "vision_tower.", "connector.": "vision_tower.", "text
 _MOST_PIXELS = 4_096  # per side of a picture before it is cut
 
 
-class SmolVLMTower(SiglipPatches):
+class SmolVLMTower(VisionTransformer):
     """The tower and the projection behind it."""
 
     def __init__(self, vision: Vision, hidden_size: int, build: LayerBuilder) -> None:
@@ -52,7 +52,8 @@ class SmolVLMTower(SiglipPatches):
         row, column = patch_places(side, side, vision.merge, tiles.device).unbind(1)
         line = _lines(vision.table_side, tiles.device)
         positions = self.table.weight[line[row] * vision.table_side + line[column]]
-        found: Tensor = self.project(self.encode(tiles, positions).flatten(1))
+        by_token = self.encode(tiles, positions).view(-1, vision.merge**2 * vision.hidden_size)
+        found: Tensor = self.project(by_token)
         return found.view(len(tiles), side * side, -1)
 
 
@@ -112,7 +113,7 @@ def read_tower(config: Fields) -> Vision:
     mean, std = read_channels(prepared, "image_mean", HALF), read_channels(prepared, "image_std", HALF)
     return Vision(
         grid, depth, size, inner, heads, patch, merge, frames=1, is_gated=False, mean=mean, std=std, table_side=side,
-        has_axes=False, norm_eps=tower.number("layer_norm_eps", 1e-6),
+        has_axes=False, norm_eps=tower.number("layer_norm_eps", 1e-6), activation="gelu_tanh",
     )  # fmt: skip
 
 

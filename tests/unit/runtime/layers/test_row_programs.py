@@ -42,8 +42,9 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
 }
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4}  # its names of what all have
 TRACED = {  # of all families
-    "ernie4_5", "gemma", "glm", "helium", "idefics3", "internlm2", "llama", "llava", "mimo", "ministral", "mistral",
-    "mistral3", "phi3", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_vl", "seed_oss", "smollm3", "smolvlm",
+    "ernie4_5", "gemma", "glm", "helium", "idefics3", "internlm2", "internvl", "llama", "llava", "llava_next",
+    "llava_onevision", "mimo", "ministral", "mistral", "mistral3", "phi3", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3",
+    "qwen3_vl", "seed_oss", "smollm3", "smolvlm",
 }  # fmt: skip
 
 
