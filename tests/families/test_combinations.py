@@ -19,7 +19,7 @@ from tests.families.matrix import SAME_BLOCKS
 
 MEETS = (
     "compared", "preempted", "ngram", "draft_model", "mtp", "cached", "beams", "adapted", "grammars", "samplers",
-    "pause", "sleep", "update_weights", "from a tier",
+    "pause", "sleep", "update_weights",
 )  # fmt: skip
 MOST_SEEDS = 40
 SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "1"))
