@@ -171,6 +171,7 @@ class Encoder:
     embedding_size: int = 0  # of embeddings, which are projected to the hidden size; 0: they have that size
     norm_bias: bool = True  # of layer norms
     head_bias: bool = True  # of the first layer of the head
+    has_distance_bias: bool = False  # a learned term of attention scores by the distance of two tokens
 
 
 @dataclass(frozen=True, slots=True)
