@@ -28,10 +28,10 @@ BUILT_FROM := pyproject.toml setup.py constraints.txt src/quire/kernels/native/p
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve demo test test-long test-clients check format bench soak kills cuts parity lm-eval families sanitize clean
+.PHONY: help setup serve demo test test-long test-clients check format bench soak kills cuts parity lm-eval families compile-kernels sanitize clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(DEV_STAMP) ## make .venv with everything needed to run, test and check
 
@@ -88,6 +88,9 @@ lm-eval: $(CLIENTS)/lm-eval/.installed $(MODEL_STAMP) ## score a task by lm-eval
 families: $(DEV_STAMP) ## print the table of model families and the engine's features, each against transformers, and run their tests on every backend
 	$(BIN)/python -m tests.families.matrix
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q --ignore tests/families/test_matrix.py tests/families
+
+compile-kernels: $(DEV_STAMP) ## compile each Triton kernel that the kernel tests launch for an H200, without a GPU
+	QUIRE_TEST_COMPILE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist load tests/kernels
 
 sanitize: $(DEV_STAMP) ## run the CPU kernels and the router's compiled code under GCC's address, undefined and thread sanitizers, built apart (ARGS="--path portable --only thread")
 	$(BIN)/python tools/sanitize.py $(ARGS)

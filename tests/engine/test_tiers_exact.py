@@ -1,5 +1,5 @@
 """With a model: wherever its keys and values have been meanwhile, a request is answered with the same tokens and
-logprobs: to the bit with our own CPU kernels. Elsewhere a product's last bits depend on the rows beside it.
+logprobs: to the bit with our own CPU kernels. Elsewhere the last bits of a gemm depend on the rows beside it.
 QUIRE_TEST_WHOLE=1 asks a thousand requests."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_core(
     num_blocks: int, tiers: TierConfig, *, caching: bool, preemption: PreemptionName = "auto", tied: bool = False,
     kv_dtype: str | None = None,
 ) -> EngineCore:  # fmt: skip
-    """`tied`: the head is the embedding table, which has a product of its own."""
+    """`tied`: the head is the embedding table, which has a gemm of its own."""
     config = engine_config(block_size=BLOCK, num_blocks=num_blocks, rows=ROWS, kv_dtype=kv_dtype)
     config = replace(
         config,

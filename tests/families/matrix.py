@@ -15,6 +15,7 @@ SAME_KERNELS = {
     "arcee": "nemotron",
     "bamba": "granitemoehybrid",
     "cohere": "cohere2",
+    "cwm": "mixtral",
     "deepseek_v2": "deepseek_v3",
     "deepseek_v32": "deepseek_v3",
     "dots1": "glm4_moe",
@@ -44,6 +45,7 @@ SAME_KERNELS = {
     "minimax_m2": "glm4_moe",
     "ministral": "mixtral",
     "mistral": "mixtral",
+    "mpt": "bloom",
     "mistral3": "llama",
     "llava": "llama",
     "llava_next": "llama",
@@ -62,10 +64,12 @@ SAME_KERNELS = {
     "smollm3": "llama",
     "smolvlm": "llama",
     "solar_open": "glm4_moe",
+    "vaultgemma": "gemma2",
 }
 # Families of the same blocks as another one: the suite runs these features, the table and QUIRE_TEST_WHOLE all.
 SAME_BLOCKS = {
     "cohere": "cohere2",
+    "cwm": "mistral",
     "dots1": "glm4_moe",
     "ernie4_5": "llama",
     "exaone_moe": "glm4_moe",

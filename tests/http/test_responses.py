@@ -271,6 +271,14 @@ def test_a_tool_that_cannot_be_offered_is_refused_by_its_place(server: TestServe
     assert refusal(server, tools=tools)["param"] == param
 
 
+def test_a_schema_in_a_namespace_that_cannot_be_used_is_refused_by_its_place(server: TestServer) -> None:
+    odd = {**WEATHER, "name": "odd", "parameters": {"type": "object", "if": {}, "then": {}}}
+    tools = [{"type": "web_search"}, WEATHER, {"type": "namespace", "name": "a", "tools": [WEATHER, odd]}]
+    assert refusal(server, tools=tools, tool_choice="required")["param"] == "tools[2].tools[1].parameters"
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "odd"}]}
+    assert refusal(server, tools=[WEATHER, odd], tool_choice=allowed)["param"] == "tools[1].parameters"
+
+
 @pytest.mark.parametrize("kind", ["web_search", "web_search_2025_08_26", "web_search_preview"])
 def test_a_web_search_is_left_out_with_a_warning(server: TestServer, kind: str) -> None:
     search = {"type": kind, "external_web_access": False}

@@ -388,3 +388,19 @@ def test_gemmas_thoughts_and_calls_come_in_their_fields_and_required_calls_in_it
     error = server.post(CHAT, {"messages": ASK, "tools": [odd], "tool_choice": "required"}).json()["error"]
     assert (error["type"], error["param"].startswith("tools")) == ("invalid_request_error", True)
     assert "a:b" in error["message"]
+
+
+def test_the_schema_of_a_tool_that_is_not_strict_need_not_be_one_that_a_grammar_can_enforce(server: TestServer) -> None:
+    names = {"type": "array", "uniqueItems": True}
+    odd = {"type": "object", "properties": {"names": names, "city": {"not": {"const": 1}}}, "required": ["names"]}
+    strict = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}, "strict": True}}
+    loose = {"type": "function", "function": {"name": "weather", "parameters": odd}}
+    answer = server.post(CHAT, {"messages": ASK, "tools": [strict, loose]})
+    assert answer.status_code == 200, answer.text
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Köln"}
+
+    loose["function"]["strict"] = True
+    assert refusal(server, tools=[strict, loose])["param"] == "tools[1].function.parameters"
+    loose["function"]["strict"] = False
+    assert refusal(server, tools=[strict, loose], tool_choice="required")["param"] == "tools[1].function.parameters"

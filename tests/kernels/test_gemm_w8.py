@@ -1,4 +1,4 @@
-"""Products by weights of 4 and 8 bits against the product of their numbers."""
+"""Gemms with weights of 4 and 8 bits agree with the gemm of the dequantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers that are timed on a GPU, at the most rows a skinny product takes: every kernel after the other."""
+"""The layers that are timed on a GPU, at the most rows that a skinny gemm takes: every kernel after the other."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from quire.kernels.native.loader import why_not_native
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.gguf.types import LEVEL_FORMS
 from quire.runtime.loading.resolve import ModelFiles
-from quire.runtime.quantizing.checkpoint import Recipe, write_quantized
+from quire.runtime.quantized_checkpoints.checkpoint import Recipe, write_quantized
 from quire.serving.text.tokenizer import load_tokenizer
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))

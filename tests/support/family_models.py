@@ -69,6 +69,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True, "pad_token_id": 0},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2, "pad_token_id": 0},
+    "cwm": {
+        "head_dim": 16, "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
     "deepseek_v2": {
         **LATENT, "q_lora_rank": None, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
         "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
@@ -96,6 +100,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
     "gemma": {"head_dim": 16, "pad_token_id": 0},
     "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0},
+    "vaultgemma": {
+        "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0,
+    },
     "gemma3_text": {
         "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -115,6 +122,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": {**SIGMOIDS, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
     "gpt2": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
     "gpt_bigcode": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
+    "gpt_neo": {
+        **dict.fromkeys(("num_key_value_heads", "num_hidden_layers", "num_attention_heads"), ...), "num_layers": 3,
+        "num_heads": 4, "window_size": 9, "attention_types": [[["global", "local", "local"], 1]],
+    },
     "gptj": {"n_inner": 96, "n_positions": 512, "rotary_dim": 8, "num_key_value_heads": ..., "intermediate_size": ...},
     "gpt_neox": {"num_key_value_heads": ..., "rotary_pct": 0.25},
     "gpt_oss": {
@@ -219,6 +230,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4v": {"vision_config": {**TOWERS["glm4v"]}, **VISION_TOKENS, **TEXTS["glm4v"]},
     "smolvlm": SMOL,
     "idefics3": SMOL,
+    "nanochat": {"head_dim": 16},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
     "nemotron": {"head_dim": 16},
     "olmo": {"pad_token_id": 0},
@@ -232,6 +244,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
     "opt": {"num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi": {"partial_rotary_factor": 0.5},
+    "phimoe": {
+        "num_local_experts": 8, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2,
+    },
     "phi3": {"original_max_position_embeddings": 512, "pad_token_id": 0},
     "mimo": {},
     "qwen2": {"tie_word_embeddings": True},

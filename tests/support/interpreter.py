@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from compile_only import COMPILE_ONLY, compilations
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -169,7 +171,9 @@ def _spare_operations(interpreter: Any, core: Any) -> None:
     semantic.computation_type_impl = common_type_once
 
 
-if HAS_TRITON and not torch.cuda.is_available():
+if HAS_TRITON and COMPILE_ONLY:
+    compilations.install()
+elif HAS_TRITON and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language
     from triton.runtime import interpreter

@@ -91,6 +91,12 @@ MPT_INNER = {
     "qk_ln": False,
     "softmax_scale": None,
 }
+GPT_NEO = {
+    "activation_function": "gelu_new", "architectures": ["GPTNeoForCausalLM"], "attention_dropout": 0,
+    "bos_token_id": 50256, "embed_dropout": 0, "eos_token_id": 50256, "initializer_range": 0.02,
+    "intermediate_size": None, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neo",
+    "resid_dropout": 0, "vocab_size": 50257, "window_size": 256,
+}  # fmt: skip
 GPT2 = {
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
     "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
@@ -187,6 +193,10 @@ OTHERS: dict[str, Settings] = {
         "hidden_size": 2048, "layer_norm_epsilon": 1e-05, "model_type": "falcon", "multi_query": False,
         "new_decoder_architecture": False, "num_attention_heads": 32, "num_hidden_layers": 24, "parallel_attn": False,
         "vocab_size": 50304},
+    "gpt-neo-125m": GPT_NEO | {"attention_types": [[["global", "local"], 6]], "hidden_size": 768, "num_heads": 12,
+                               "num_layers": 12},
+    "gpt-neo-1.3B": GPT_NEO | {"attention_types": [[["global", "local"], 12]], "hidden_size": 2048, "num_heads": 16,
+                               "num_layers": 24},
     "gpt2": GPT2,
     "gpt2-xl": GPT2 | {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True},
     "phi-2": decoder("phi", "PhiForCausalLM", 2560, 10240, 32, (32, 32), 51200, bos_token_id=50256, embd_pdrop=0.0,

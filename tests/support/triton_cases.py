@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-ON_GPU = torch.cuda.is_available()
+from compile_only import COMPILE_ONLY
+
+ON_GPU = torch.cuda.is_available() and not COMPILE_ONLY
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-DTYPES = [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if ON_GPU or COMPILE_ONLY else [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 _convert_float = interpreter._convert_float

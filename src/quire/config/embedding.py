@@ -18,6 +18,7 @@ from quire.types.pooling import PoolingKind
 
 BATCHED_TOKENS = {"cpu": 4_096, "cuda": 32_768}
 DEFAULT_NUM_TEXTS = 1_024
+MASK_ELEMENTS = 1 << 26  # on a GPU: most elements of the masks of padded texts that add a bias to attention scores
 TURNS = 8  # requests that share a batch if each has many texts
 _SETTINGS = {  # settings that apply to an encoder; enforce_eager is always true
     "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads", "seed",
@@ -144,6 +145,7 @@ class EncoderMemory:
     weights: int
     token_bytes: int  # peak activations of a layer, per token
     config: EncoderConfig
+    bias: int = 0  # terms of attention scores by the distance of two tokens, and masks that add them
 
     @property
     def activations(self) -> int:
@@ -151,14 +153,14 @@ class EncoderMemory:
 
     @property
     def total(self) -> int:
-        return self.process + self.weights + self.activations
+        return self.process + self.weights + self.activations + self.bias
 
     def check(self) -> None:
         """Raise DoesNotFit if it exceeds the capacity. The error names the setting to change."""
         if self.total <= self.capacity:
             return
         short = f"{format_size(self.total)} are needed, {format_size(self.capacity)} are available on {self.device}"
-        room = (self.capacity - self.process - self.weights) // self.token_bytes
+        room = (self.capacity - self.process - self.weights - self.bias) // self.token_bytes
         if room >= self.config.max_model_len:
             raise DoesNotFit("max_num_batched_tokens", short, f"lower it to {room} or less")
         weights = f"({format_size(self.weights)} of them weights)"
@@ -169,6 +171,7 @@ class EncoderMemory:
         lines = [
             ("weights", self.weights, ""),
             ("activations", self.activations, "upper bound for one batch"),
+            *([("attention bias", self.bias, "by the distance of two tokens")] if self.bias else []),
             ("process", self.process, "Python, torch, libraries"),
             ("total", self.total, f"of {format_size(self.capacity)} on {self.device}"),
         ]
@@ -236,4 +239,17 @@ def plan_encoder_memory(
         weights=model.num_parameters * value_bytes + dense * DTYPE_BYTES["float32"],
         token_bytes=widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"]),
         config=config,
+        bias=_bias_memory(model, config, kind) * value_bytes,
     )
+
+
+def _bias_memory(model: ModelConfig, config: EncoderConfig, kind: str) -> int:
+    """Return the elements of the terms that a model adds to attention scores by distance. On a GPU, texts are padded,
+    and the masks of several texts hold these terms too."""
+    if model.encoder is None or not model.encoder.has_distance_bias:
+        return 0
+    length, heads = config.max_model_len, model.heads.num_query
+    terms = heads * length**2
+    if kind == "cpu":
+        return terms
+    return terms + max(terms, min(MASK_ELEMENTS, config.max_num_batched_tokens * heads * length))

@@ -144,6 +144,7 @@ class Experts:
     has_bias: bool = False  # of the router and of the experts' matrices
     is_gated: bool = True  # experts and shared expert are gated MLPs; False: down(activation(up(x)))
     clamp: tuple[float, float, float] | None = None  # of the gate: limit, alpha and shift; see `kernels/clamp.py`
+    mixer_jitter: float | None = None  # a token's two experts are chosen by `sparse_mixer`, with this jitter
     latent_size: int = 0  # experts read and write vectors of this size, between two projections; 0: hidden states
     held: int | None = None  # number of whole experts on this rank (expert parallelism); None: all
 
@@ -170,6 +171,7 @@ class Encoder:
     embedding_size: int = 0  # of embeddings, which are projected to the hidden size; 0: they have that size
     norm_bias: bool = True  # of layer norms
     head_bias: bool = True  # of the first layer of the head
+    has_distance_bias: bool = False  # a learned term of attention scores by the distance of two tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False  # of the output head
     qk_norm: bool = False
     head_layer_norms: bool = False  # query and key heads have layer norms, each its own
     qkv_limit: float | None = None  # on the absolute values of queries, keys and values

@@ -24,6 +24,20 @@ _loading = threading.RLock()  # re-entrant: the module looks up its own names wh
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
+def import_extensions() -> None:
+    """Import the extension modules that an engine needs besides torch's. The system opens one library at a time: after
+    `open_libraries`, each of them would wait until torch's library is open."""
+    import binascii  # noqa: F401
+    import hashlib  # noqa: F401
+    import heapq  # noqa: F401
+    import json  # noqa: F401
+    import queue  # noqa: F401
+
+    import msgspec  # noqa: F401
+    import numpy as np  # noqa: F401
+    import zmq  # noqa: F401
+
+
 def open_libraries() -> threading.Thread | None:
     """Open torch's largest library in a thread, without the GIL. That takes as long as importing much of the rest.
     Returns the thread, or None if there is nothing to open. If a library cannot be opened, torch's own import reports

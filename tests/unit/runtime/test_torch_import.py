@@ -101,6 +101,23 @@ if thread is not None:
     assert failure(program) == ""
 
 
+def test_an_engine_imports_its_extension_modules_before_torchs_library_is_opened() -> None:
+    program = """
+import sys
+import quire.serving.process.engine_main
+from quire.runtime.torch_import import import_extensions
+import_extensions()
+before = set(sys.modules)
+import quire.serving.process.engine_process
+later = [name for name in sys.modules if name not in before]
+assert len(later) > 50
+endings = (".so", ".pyd")
+waiting = [name for name in later if (getattr(sys.modules[name], "__file__", None) or "").endswith(endings)]
+assert not waiting, f"name what imports {waiting} in torch_import.import_extensions"
+"""
+    assert failure(program) == ""
+
+
 def test_code_whose_pages_were_released_still_runs() -> None:
     program = """
 from pathlib import Path

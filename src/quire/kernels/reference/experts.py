@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.kernels.clamp import Clamp
 from quire.kernels.reference.gemm import gemm
 
+LARGEST_LOGIT = 80.0  # whose sigmoid is 1 in float32
 SMALLEST_SUM = 1e-20  # added to the sum of the weights, since the sum of sigmoids may be 0
 
 
@@ -39,6 +40,24 @@ def choose_experts(
     if factors is not None:
         weights = weights * factors[chosen]
     return chosen, weights * scale
+
+
+def sparse_mixer(logits: Tensor, jitter: float) -> Tensor:  # [tokens, experts], float32
+    """Return logits whose sigmoids are the weights of the two experts that the sparse mixer chooses for each token, and
+    -inf for all others.
+
+    The weight of the first expert is its share of the experts whose logits are within 2 * jitter of the highest,
+    relative to the larger of their sizes; the second is chosen in the same way among all but the first.
+    """
+    scores = logits.float()
+    left, found = scores, torch.full_like(scores, float("-inf"))
+    for _ in range(2):
+        highest, best = left.max(dim=-1, keepdim=True)
+        is_far = (highest - scores) / torch.maximum(scores.abs(), highest) > 2 * jitter
+        shares = left.masked_fill(is_far, float("-inf")).softmax(dim=-1)
+        found = found.scatter(-1, best, torch.logit(shares.gather(-1, best)).clamp(max=LARGEST_LOGIT))
+        left = left.scatter(-1, best, float("-inf"))
+    return found
 
 
 def mix_experts(

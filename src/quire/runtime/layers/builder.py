@@ -24,6 +24,7 @@ from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads
 from quire.runtime.layers.latent import LatentAttention, LatentExpansion
 from quire.runtime.layers.layer_norm import USUAL_LAYER_NORM, LayerNorm, LayerNormKind
 from quire.runtime.layers.linear import KeysAsValues, Linear
+from quire.runtime.layers.load_time_quantization import choose_quantizing_gemm
 from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
 from quire.runtime.layers.modules import (
     Embedding,
@@ -36,7 +37,6 @@ from quire.runtime.layers.modules import (
     TiedHead,
 )
 from quire.runtime.layers.ops import choose_ops
-from quire.runtime.layers.quantizing import choose_quantizing_gemm
 from quire.runtime.layers.recurrent import RecurrentLayers
 from quire.runtime.layers.rotary import Rotaries
 from quire.runtime.layers.split import RankSplits, Split, concat_splits

@@ -12,6 +12,7 @@ from quire.runtime.layers.experts import (
     ExpertSet,
     MoEMLP,
     NormedRouter,
+    NoScoreBias,
     Router,
     ScoreBias,
     SeparateExperts,
@@ -59,6 +60,7 @@ class ExpertLayers:
             shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_gemm, self._build.placement)
         is_row = settings.biased_softmax
         bias = ScoreBias(settings.num, self._build.placement, is_row=is_row) if settings.has_score_bias else None
+        bias = bias if settings.mixer_jitter is None else NoScoreBias(settings.num, self._build.placement)
         return MoEMLP(gate, experts, settings, shared_mlp, shared_gate, bias, around)
 
     def side_experts(self, config: ModelConfig) -> SideExperts:

@@ -15,7 +15,7 @@ from quire.kernels.clamp import Clamp
 from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.program import Symbol
 from quire.kernels.native.weights import ExpertWeights
-from quire.kernels.reference.experts import choose_experts
+from quire.kernels.reference.experts import choose_experts, sparse_mixer
 from quire.runtime.layers.adapted import ActiveAdapters, NativeAdapters
 from quire.runtime.layers.linear import Linear, all_reduce
 from quire.runtime.layers.mlp import MLP, GatedMLP, native_weights
@@ -39,12 +39,22 @@ class ScoreBias(WeightLayer):
     """Bias [experts], float32, added to each expert's score when experts are ranked. It does not change the weights of
     the chosen experts."""
 
-    parts = ("gate.e_score_correction_bias",)
+    parts: tuple[str, ...] = ("gate.e_score_correction_bias",)
 
     def __init__(self, num: int, placement: Placement, *, is_row: bool = False) -> None:
         """`is_row`: checkpoints store it as [1, experts]."""
         super().__init__()
         self.weight = placement.empty(*((1, num) if is_row else (num,)), dtype=torch.float32)
+
+
+class NoScoreBias(ScoreBias):
+    """A bias of zeros, which no checkpoint stores: experts are ranked by their sigmoids alone."""
+
+    parts = ()
+
+    def __init__(self, num: int, placement: Placement) -> None:
+        super().__init__(num, placement)
+        self.weight.data.zero_()
 
 
 class ExpertScales(WeightLayer):
@@ -245,6 +255,8 @@ class MoEMLP(nn.Module):
         bias = None if self.score_bias is None else self.score_bias.weight.data.view(-1)
         if self._settings.biased_softmax and bias is not None:
             logits, bias = _hide_others(logits, bias, self._settings.num_used), None
+        if self._settings.mixer_jitter is not None:
+            logits = _mix_sparsely(logits, self._settings.mixer_jitter)
         if self._settings.scales_inputs:
             value = _scale_by_score(value, logits)
         if self.has_latents:
@@ -261,6 +273,13 @@ def _hide_others(logits: Value, bias: Tensor, num_used: int) -> Value:
     ranked = torch.softmax(logits, dim=-1, dtype=torch.float32) + bias
     chosen = ranked.topk(num_used, dim=-1).indices
     return torch.full_like(logits, float("-inf")).scatter_(-1, chosen, logits.gather(-1, chosen))
+
+
+def _mix_sparsely(logits: Value, jitter: float) -> Value:
+    """Return logits whose sigmoids are the weights of a token's two experts."""
+    if isinstance(logits, Symbol):
+        return logits.writer.call(lambda each, _: sparse_mixer(each, jitter), (logits,), logits.width)
+    return sparse_mixer(logits, jitter).to(logits.dtype)
 
 
 def _scale_by_score(x: Value, logits: Value) -> Value:

@@ -60,6 +60,11 @@ class RMSNorm(WeightLayer):
     def load(self, part: str, tensor: Tensor) -> None:
         super().load(part, (tensor.float() + self._offset) * self._factor if self._changes else tensor)
 
+    def drop_weights(self) -> None:
+        """Norm without weights: checkpoints store none."""
+        self.parts = ()
+        self.weight.data.fill_(1.0)
+
     def of(self, x: Value) -> Value:
         return self._ops.rms_norm(x, self.weight.data, self._eps)
 

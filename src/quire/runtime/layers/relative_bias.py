@@ -25,9 +25,8 @@ class RelativeBias(WeightLayer):
     def forward(self, length: int) -> Tensor:
         """Return the terms of queries and keys at the first `length` positions [1, heads, length, length]."""
         steps = torch.arange(1 - length, length, device=self.weight.device)  # from a query to a key
-        by_step = F.embedding(_buckets(steps), self.weight)  # [2 * length - 1, heads]
-        places = torch.arange(length, device=self.weight.device)
-        return by_step.t()[:, places - places[:, None] + (length - 1)].unsqueeze(0)
+        by_step = F.embedding(_buckets(steps), self.weight).t()  # [heads, 2 * length - 1]
+        return by_step.unfold(1, length, 1).flip(1).unsqueeze(0)  # the last query's window comes first
 
 
 def _buckets(steps: Tensor) -> Tensor:

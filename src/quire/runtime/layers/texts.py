@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.config.embedding import MASK_ELEMENTS
 from quire.config.model import Heads, ModelConfig
 from quire.runtime.layers.modules import HeadNorm
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import Rotaries, Rotary
 
 CHUNK = 256  # queries that attend together in layers with a window
-MASK_ELEMENTS = 1 << 26  # most elements of a mask that adds a bias
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ class Xielu(WeightLayer):
     def _call(self, x: Tensor, given: object = None) -> Tensor:  # noqa: ARG002
         assert self._numbers is not None, "finish() was not called"
         above, below, beta, eps = self._numbers
-        negative = torch.expm1(torch.minimum(x, eps)).sub_(x).mul_(below)
-        return torch.where(x > 0, x.square().mul_(above), negative).addcmul_(x, beta)
+        negative, positive = torch.minimum(x, eps).expm1_().sub_(x).mul_(below), x.square().mul_(above)
+        return torch.where(x > 0, positive, negative, out=positive).addcmul_(x, beta)
 
     def _part(self, part: str) -> Tensor:
         place = self.parts.index(part)

@@ -67,7 +67,8 @@ def read_albert(config: Fields, name: str, *, classifies: bool = False) -> Model
 def read_mpnet(config: Fields, name: str, *, classifies: bool = False) -> ModelConfig:
     if config.integer("relative_attention_num_buckets", NUM_BUCKETS) != NUM_BUCKETS:
         raise config.refuse("relative_attention_num_buckets", f"only {NUM_BUCKETS} is supported")
-    encoder = Encoder(position_offset=PADDING + 1, num_labels=len(read_labels(config)) if classifies else 0)
+    num_labels = len(read_labels(config)) if classifies else 0
+    encoder = Encoder(position_offset=PADDING + 1, num_labels=num_labels, has_distance_bias=True)
     return read_encoder(config, name, BERT_KEYS, encoder, config.number("layer_norm_eps", 1e-12))
 
 

@@ -53,7 +53,7 @@ class Decoder(BaseModel):
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config)
         self.model = model = DecoderStack(config, build, self.block, self.norm_offset, self.layer_norms)
-        self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config)
+        self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config, bias=config.head_bias)
         self.score = build.label_head("score", config) if config.num_labels else None
         side, table = model.side_inputs, model.embed_tokens
         tables = table if side is None else PairedEmbedding(table, side.embed_tokens_per_layer)

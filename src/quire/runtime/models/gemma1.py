@@ -1,4 +1,5 @@
-"""Gemma 1: the plain decoder; embeddings are scaled, and checkpoints store norm weights minus one."""
+"""Gemma 1 and VaultGemma: the plain decoder; embeddings are scaled, and checkpoints store norm weights minus one.
+VaultGemma has the caps and windows of Gemma 2."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from quire.config.fields import Fields
 from quire.config.model import ModelConfig
 from quire.runtime.models.decoder_block import DecoderBlock
 from quire.runtime.models.family import Family, GgufFamily
-from quire.runtime.models.gemma import NORM_OFFSET, Gemma
+from quire.runtime.models.gemma import NORM_OFFSET, Gemma, read_gemma2
 from quire.runtime.models.hf_config import (
     GATED,
     read_activation,
@@ -40,6 +41,14 @@ def read_gemma1(config: Fields) -> ModelConfig:
     )  # fmt: skip
 
 
+def read_vaultgemma(config: Fields) -> ModelConfig:
+    return replace(read_gemma2(config), architecture="vaultgemma")
+
+
+def rename_vaultgemma(name: str) -> str:
+    return name.replace(".pre_feedforward_layernorm.", ".post_attention_layernorm.")
+
+
 def gguf_gemma1(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
     return replace(config, activation="gelu_tanh", embedding_scale=config.hidden_size**0.5)
 
@@ -47,3 +56,4 @@ def gguf_gemma1(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: AR
 GEMMA1 = Family(
     name="gemma", build=Gemma1, read=read_gemma1, gguf=GgufFamily(norm_offset=NORM_OFFSET, read=gguf_gemma1)
 )
+VAULTGEMMA = Family(name="vaultgemma", build=Gemma1, read=read_vaultgemma, rename=rename_vaultgemma)

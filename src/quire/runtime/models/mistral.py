@@ -1,5 +1,5 @@
 """Models of Mistral AI beside Mistral: Ministral, some of whose layers have windows, Ministral 3, and the text part of
-Mistral 3."""
+Mistral 3. And Meta's Code World Model, which has windows too."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ _LENGTH = "original_max_position_embeddings"
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, _LENGTH: 16_384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, QUERY_SCALE: 0.1,
+}  # fmt: skip
+
+_CWM_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    _LENGTH: 8_192,
 }  # fmt: skip
 
 
@@ -54,5 +59,17 @@ def read_mistral3_text(config: Fields) -> ModelConfig:
     return replace(read_mistral(Fields(config.file, {**_TEXT_SIZES, **config.values})), architecture="mistral3")
 
 
+def read_cwm(config: Fields) -> ModelConfig:
+    windows = read_windows(config, read_window(config, 8_192), lambda layer: layer % 4 != 0)
+    if not (config.raw("rope_parameters") or config.raw("rope_scaling")):
+        config = config.changed({"rope_parameters": _CWM_ROPE})
+    return read_decoder(
+        config, "cwm", 131_072, head_dim=128, norm_eps=config.number("rms_norm_eps", 1e-5),
+        mlp_bias=config.flag("mlp_bias", False), windows=windows,
+        rope=read_rope(config, config.integer("max_position_embeddings", 131_072), theta=1e6),
+    )  # fmt: skip
+
+
 MINISTRAL = Family(name="ministral", build=Decoder, read=read_ministral)
+CWM = Family(name="cwm", build=Decoder, read=read_cwm)
 MINISTRAL3 = Family(name="ministral3", build=Decoder, read=read_ministral3)

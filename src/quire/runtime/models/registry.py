@@ -89,6 +89,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "internvl": Entry("internvl", "INTERNVL", ("InternVLForConditionalGeneration",)),
     "cohere2_vision": Entry("cohere2_vision", "COHERE2_VISION", ("Cohere2VisionForConditionalGeneration",)),
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
+    "cwm": Entry("mistral", "CWM", ("CwmForCausalLM",)),
+    "nanochat": Entry("nanochat", "NANOCHAT", ("NanoChatForCausalLM",)),
     "smollm3": Entry("plain", "SMOLLM3", ("SmolLM3ForCausalLM",), in_gguf=True),
     "helium": Entry("plain", "HELIUM", ("HeliumForCausalLM",)),
     "apertus": Entry("apertus", "APERTUS", ("ApertusForCausalLM",)),
@@ -111,6 +113,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "ernie4_5": Entry("plain", "ERNIE4_5", ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), in_gguf=True),
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",), in_gguf=True),
     "gemma": Entry("gemma1", "GEMMA1", ("GemmaForCausalLM",), in_gguf=True),
+    "vaultgemma": Entry("gemma1", "VAULTGEMMA", ("VaultGemmaForCausalLM",)),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
     "gemma3_text": Entry(
         "gemma", "GEMMA3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), in_gguf=True, gguf_name="gemma3"
@@ -120,6 +123,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
     "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",), in_gguf=True, by_inputs=True),
     "gpt_bigcode": Entry("gpt_bigcode", "GPT_BIGCODE", ("GPTBigCodeForCausalLM",), in_gguf=True, gguf_name="starcoder"),
+    "gpt_neo": Entry("gpt_neo", "GPT_NEO", ("GPTNeoForCausalLM",)),
     "gptj": Entry("gptj", "GPTJ", ("GPTJForCausalLM",)),
     "gpt_oss": Entry(
         "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)
@@ -154,6 +158,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "dots1": Entry("sigmoid_mixture", "DOTS1", ("Dots1ForCausalLM",), in_gguf=True),
     "solar_open": Entry("sigmoid_mixture", "SOLAR_OPEN", ("SolarOpenForCausalLM",)),
     "exaone_moe": Entry("sigmoid_mixture", "EXAONE_MOE", ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM")),
+    "phimoe": Entry("phimoe", "PHIMOE", ("PhiMoEForCausalLM", "PhimoeForCausalLM")),
     "flex_olmo": Entry("olmoe", "FLEX_OLMO", ("FlexOlmoForCausalLM",)),
     "olmoe": Entry("olmoe", "OLMOE", ("OlmoeForCausalLM",), in_gguf=True),
     "granitemoe": Entry("granite_moe", "GRANITEMOE", ("GraniteMoeForCausalLM",), in_gguf=True),

@@ -71,7 +71,7 @@ def run_quantize(args: argparse.Namespace) -> int:
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.loading.resolve import resolve_model
     from quire.runtime.models.registry import check_generates
-    from quire.runtime.quantizing.checkpoint import Recipe, write_quantized
+    from quire.runtime.quantized_checkpoints.checkpoint import Recipe, write_quantized
 
     device = torch.device(_choose_device(args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0))
     files = resolve_model(args.model)

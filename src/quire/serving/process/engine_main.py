@@ -1,7 +1,7 @@
 """The main program of the engine process: `python -m quire.serving.process.engine_main FD`, started by `quire serve` or
 by its supervisor.
 
-This module imports nothing slow at the top, so that loading torch's libraries begins at once.
+This module imports nothing slow at the top, so that loading torch's libraries begins early.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import gc
 import sys
 
-from quire.runtime.torch_import import defer_modules, open_libraries
+from quire.runtime.torch_import import defer_modules, import_extensions, open_libraries
 from quire.serving.process.spawning import die_with_parent
 
 
 def main(arguments: list[str]) -> int:
     gc.disable()  # while loading: imported objects stay, and scanning them again and again is slow
-    open_libraries()
     die_with_parent()  # before the imports, which take seconds
+    import_extensions()
+    open_libraries()
     defer_modules()
     from quire.serving.process.engine_process import import_ahead, load_engine, run_engine
 

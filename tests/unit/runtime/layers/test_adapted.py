@@ -1,4 +1,4 @@
-"""What adapters change of a linear layer, computed beside the layer's product and after it."""
+"""What adapters change of a linear layer, computed beside the layer's gemm and after it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Noted:
 
 
 def multiplied(parts: list[Runs], most: int, of_rows: Sequence[int] = OF_ROWS) -> tuple[int, bool, Tensor, Tensor]:
-    """How often branches were taken, whether a change was left to be added, the changed product, the wanted one."""
+    """How often branches were taken, whether a change was left to be added, the changed outputs, the wanted ones."""
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(SLOTS, *size, generator=generator).to(DEVICE) for size in ((2 * RANK, INPUTS), (OUTPUTS, RANK)))
-    x, product = (torch.randn(len(of_rows), size, generator=generator).to(DEVICE) for size in (INPUTS, OUTPUTS))
+    x, outputs = (torch.randn(len(of_rows), size, generator=generator).to(DEVICE) for size in (INPUTS, OUTPUTS))
     groups = [(slot, torch.tensor(np.flatnonzero(np.array(of_rows) == slot), device=DEVICE)) for slot in range(SLOTS)]
-    wanted = product.clone()
+    wanted = outputs.clone()
     add_low_rank(wanted, x, a, b, groups, RANKS, parts)
     made = [AdaptedPart("", runs, None, False, (OUTPUTS, INPUTS), as_split(INPUTS)) for runs in parts]
     ranks, active, side = np.array(RANKS, dtype=np.int32), ActiveAdapters(), Noted()
@@ -51,13 +51,13 @@ def multiplied(parts: list[Runs], most: int, of_rows: Sequence[int] = OF_ROWS) -
     layer = StackedAdapters(made, (a, b), active, (on_device, ranks), side=side)  # type: ignore[arg-type]
     tiles = AdapterTiles(most, *(torch.from_numpy(each).to(DEVICE) for each in tile_tokens(np.array(of_rows), most)))
     active.begin(AdapterStep(AdaptedRows(tiles=tiles), AdaptedRows(tiles=tiles)))
-    found, change = layer.multiply(product.clone, x)
+    found, change = layer.multiply(outputs.clone, x)
     if change is not None:
         layer.join(found, change)
     return side.count, change is not None, found, wanted
 
 
-def test_a_product_is_changed_by_the_adapters_of_its_rows() -> None:
+def test_outputs_are_changed_by_the_adapters_of_its_rows() -> None:
     count, is_left, found, wanted = multiplied(WHOLE, SMALL_TILE)
     assert (count, is_left) == (1, True)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
@@ -70,7 +70,7 @@ def test_outputs_of_no_part_are_left_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("most", "times"), [(LARGE_TILE, 1), (SMALL_TILE, 34)])
-def test_steps_of_many_rows_are_changed_after_the_product(most: int, times: int) -> None:
+def test_steps_of_many_rows_are_changed_after_the_gemm(most: int, times: int) -> None:
     count, is_left, found, wanted = multiplied(WHOLE, most, OF_ROWS * times)
     assert (count, is_left) == (0, False)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -18,9 +18,9 @@ from quire.kernels.native.program import ProgramWriter
 from quire.kernels.native.structures import ProgramStep
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.gemm import PartsMultiply
+from quire.runtime.layers.load_time_quantization import choose_quantizing_gemm
 from quire.runtime.layers.modules import Embedding, TiedHead
 from quire.runtime.layers.native import GatheredMultiply, IntegerGemm, NativeMultiply, PanelGemm, program_weights
-from quire.runtime.layers.quantizing import choose_quantizing_gemm
 from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.gguf.config import _integer_bytes
 from quire.runtime.loading.gguf.levels import read_levels
@@ -91,9 +91,9 @@ def test_weights_whose_rows_are_rounded_in_two_ways_are_not_stacked() -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_weights_that_are_quantized_while_loading_are_multiplied_in_whole_numbers(quantization: Quantization) -> None:
-    product = choose_quantizing_gemm(quantization, torch.float32, CPU, triton=False, cpu_weights="integer")
+    gemm = choose_quantizing_gemm(quantization, torch.float32, CPU, triton=False, cpu_weights="integer")
     weight, x = torch.randn(48, 64), torch.randn(5, 64)
-    multiply = product.pack(weight, None)
+    multiply = gemm.pack(weight, None)
     inner = multiply.multiply if isinstance(multiply, RoundedMultiply) else multiply
     assert isinstance(inner, NativeMultiply)
     assert is_int8_format(inner.weight)
@@ -111,8 +111,8 @@ def test_weights_take_the_memory_that_is_planned_for_them(first: str, second: st
     assert sum(each.data.nbytes for each in held) == planned
 
 
-def held_parts(product: IntegerGemm, weights: list[LevelWeight]) -> list[PackedWeight]:
-    multiply = product.pack_parts([(weight, None) for weight in weights])
+def held_parts(gemm: IntegerGemm, weights: list[LevelWeight]) -> list[PackedWeight]:
+    multiply = gemm.pack_parts([(weight, None) for weight in weights])
     linears = program_weights(multiply)
     assert linears is not None
     return [linear.weight for linear in linears]
@@ -121,33 +121,33 @@ def held_parts(product: IntegerGemm, weights: list[LevelWeight]) -> list[PackedW
 @pytest.mark.parametrize("names", [("Q4_K", "Q4_K", "Q6_K"), ("Q2_K", "Q3_K", "Q3_K"), ("Q5_0", "Q8_0", "Q5_0")])
 def test_parts_of_different_types_are_each_held_and_multiplied_as_stored(names: tuple[str, ...]) -> None:
     """Neighbours of one type are one weight; every output has the bits that its part alone has."""
-    product, x = IntegerGemm(PANELS), torch.randn(5, 512)
+    gemm, x = IntegerGemm(PANELS), torch.randn(5, 512)
     sizes = zip(names, (48, 32, 40), strict=True)
     parts = [(gguf_weight(name, outputs, 512), torch.randn(outputs)) for name, outputs in sizes]
-    multiply = product.pack_parts(parts)
+    multiply = gemm.pack_parts(parts)
     assert isinstance(multiply, PartsMultiply)
     assert len(multiply.parts) == 1 + sum(one != other for one, other in pairwise(names))
-    alone = [product.pack_quantized(*part)(x) for part in parts]
+    alone = [gemm.pack_quantized(*part)(x) for part in parts]
     assert torch.equal(multiply(x), torch.cat(alone, dim=1))
 
 
 def test_parts_of_one_type_are_one_weight() -> None:
-    product, x = IntegerGemm(PANELS), torch.randn(5, 512)
+    gemm, x = IntegerGemm(PANELS), torch.randn(5, 512)
     parts = [(gguf_weight("Q4_K", outputs, 512), torch.randn(outputs)) for outputs in (48, 32, 40)]
-    multiply, whole = product.pack_parts(parts), stack([weight for weight, _ in parts])
+    multiply, whole = gemm.pack_parts(parts), stack([weight for weight, _ in parts])
     assert isinstance(multiply, NativeMultiply)
     assert whole is not None
-    stacked = product.pack_quantized(whole, torch.cat([bias for _, bias in parts]))
+    stacked = gemm.pack_quantized(whole, torch.cat([bias for _, bias in parts]))
     assert torch.equal(multiply(x), stacked(x))
 
 
 @pytest.mark.parametrize("outputs", [(40, 48), (48, 48)])
 def test_parts_that_other_rules_hold_are_packed_as_one_weight(outputs: tuple[int, int]) -> None:
     """Of one type where the first ends within a panel; with activations that the checkpoint rounds."""
-    product, weights = IntegerGemm(PANELS), [gguf_weight("Q8_0", n, 64) for n in outputs]
+    gemm, weights = IntegerGemm(PANELS), [gguf_weight("Q8_0", n, 64) for n in outputs]
     rounded = [replace(weight, activations=ActivationScheme("int8")) for weight in weights]
-    assert (product.pack_parts([(weight, None) for weight in weights]) is None) == (outputs[0] == 40)
-    assert product.pack_parts([(weight, None) for weight in rounded]) is None
+    assert (gemm.pack_parts([(weight, None) for weight in weights]) is None) == (outputs[0] == 40)
+    assert gemm.pack_parts([(weight, None) for weight in rounded]) is None
 
 
 def test_a_layer_of_different_types_runs_inside_a_program() -> None:
@@ -187,10 +187,10 @@ def test_weights_that_say_how_rows_are_rounded_are_multiplied_by_rows_rounded_so
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q6_K"])
 def test_a_tied_head_and_its_table_share_memory(name: str) -> None:
-    weight, product = gguf_weight(name, 70, 256), IntegerGemm(PanelGemm(torch.float32, keeps_weight=True))
-    table = Embedding("embed", 70, 256, product, Placement(torch.float32, CPU))
+    weight, gemm = gguf_weight(name, 70, 256), IntegerGemm(PanelGemm(torch.float32, keeps_weight=True))
+    table = Embedding("embed", 70, 256, gemm, Placement(torch.float32, CPU))
     assert table.load_quantized("embed.weight", weight)
-    first, second = TiedHead(table, product), TiedHead(table, product)
+    first, second = TiedHead(table, gemm), TiedHead(table, gemm)
     first.finish()
     second.finish()
     assert table.levels is None
@@ -203,8 +203,8 @@ def test_a_tied_head_and_its_table_share_memory(name: str) -> None:
 
 
 def test_a_table_without_a_head_takes_the_bits_of_its_levels_too() -> None:
-    weight, product = gguf_weight("Q4_K", 70, 256), IntegerGemm(PanelGemm(torch.float32, keeps_weight=True))
-    table = Embedding("embed", 70, 256, product, Placement(torch.float32, CPU))
+    weight, gemm = gguf_weight("Q4_K", 70, 256), IntegerGemm(PanelGemm(torch.float32, keeps_weight=True))
+    table = Embedding("embed", 70, 256, gemm, Placement(torch.float32, CPU))
     assert table.load_quantized("embed.weight", weight)
     table.finish()
     assert table.levels is None

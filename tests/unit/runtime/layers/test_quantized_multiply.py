@@ -53,9 +53,9 @@ CASES: dict[str, tuple[QuantizedWeight, type]] = {
 
 
 def packed(weight: QuantizedWeight) -> FusedMultiply:
-    product = TritonGemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
-    assert product.keeps(weight)
-    made = product.pack_quantized(weight.to(DEVICE), None)
+    gemm = TritonGemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
+    assert gemm.keeps(weight)
+    made = gemm.pack_quantized(weight.to(DEVICE), None)
     assert isinstance(made, FusedMultiply)
     return made
 
@@ -98,21 +98,21 @@ def test_scales_that_are_powers_of_two_are_made_before_the_product() -> None:
     """Kernels know no such scales."""
     scheme = ActivationScheme("fp8", group=64, powers=True)
     weight = blocks(scheme)
-    product = TritonGemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
-    assert product.keeps(weight)
+    gemm = TritonGemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
+    assert gemm.keeps(weight)
     x = rand(3, INPUTS, seed=2)
-    found = product.pack_quantized(weight.to(DEVICE), None)(x)
+    found = gemm.pack_quantized(weight.to(DEVICE), None)(x)
     wanted = F.linear(scheme.rounded(x), weight.values().to(DEVICE))
     assert float((found - wanted).abs().max() / wanted.std()) < 2e-3
 
 
 def test_groups_of_no_kernel_are_expanded() -> None:
     weight = quantize_int4(rand(16, 40, scale=0.1))
-    product = TritonGemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
+    gemm = TritonGemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
     assert weight.group == 8
-    assert not product.keeps(weight)
+    assert not gemm.keeps(weight)
     x = rand(2, 40)
-    found = product.pack_quantized(weight.to(DEVICE), None)(x)
+    found = gemm.pack_quantized(weight.to(DEVICE), None)(x)
     torch.testing.assert_close(found, F.linear(x, weight.values().to(DEVICE)), rtol=1e-4, atol=1e-4)
 
 

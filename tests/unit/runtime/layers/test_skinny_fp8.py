@@ -1,4 +1,4 @@
-"""Float8 products that take norm, gate and addition along mean the same for one row, for a few and for many."""
+"""Float8 gemms with fused norm, gate and addition return the same for one row, for a few and for many."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def packed(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, biased: bool)
 
 
 def added(multiply: ScaledMultiply, stream: torch.Tensor, x: Rows) -> torch.Tensor:
-    """The stream after the product was added to it, at once or later."""
+    """The stream after the gemm's outputs were added to it, at once or later."""
     pending = multiply.add_to(stream, x)
     assert (pending is None) == (len(stream) <= multiply.few)
     return stream if pending is None else stream + pending
@@ -72,10 +72,10 @@ def test_every_way_is_the_plain_formula_over_rounded_numbers(
 
 
 @pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
-def test_the_gate_hands_its_rows_to_the_next_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_passes_its_rows_to_the_next_gemm(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up = packed(monkeypatch, torch.float32, biased=True)
-    product = Float8Gemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
-    down = product.pack(rand(INPUTS, OUTPUTS // 2, seed=5), None)
+    gemm = Float8Gemm(torch.float32, DEVICE, dependent_rows=sys.maxsize)
+    down = gemm.pack(rand(INPUTS, OUTPUTS // 2, seed=5), None)
     assert isinstance(down, ScaledMultiply)
     x, norm = rand(rows, INPUTS, seed=2), Norm(rand(INPUTS, seed=3), 1e-5)
     gated = gate_up.gated(x, norm, "silu")

@@ -50,6 +50,8 @@ def first(config: Any, *names: str) -> Any:
 
 def windows_of(config: Any) -> tuple[int | None, ...]:
     """Return the window of each layer; () if there is none."""
+    if config.model_type == "gpt_neo":
+        return tuple(config.window_size if kind == "local" else None for kind in config.attention_layers)
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if kinds is None:  # one kind of layers, with a window if the model has one
         has_window = window is not None and getattr(config, "use_sliding_window", True)

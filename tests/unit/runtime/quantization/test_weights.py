@@ -15,7 +15,7 @@ from quire.kernels.reference.quantize import quantize_rows_int8
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.gemm import DenseGemm, Multiply, PartsMultiply
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.quantizing import QUANTIZERS, QuantizingGemm
+from quire.runtime.layers.load_time_quantization import QUANTIZERS, QuantizingGemm
 from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.hf.quantized.integers import Integers
 from quire.runtime.quantization.activations import ActivationScheme

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams
 
+_TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object", "null"})
+
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
@@ -27,6 +30,10 @@ class ToolUse:
     choice: Literal["none", "auto", "required"] = "none"
     name: str | None = None
     parallel: bool = True
+    places: tuple[str, ...] = ()  # of the tools in the request, for errors; (): those in `tools`
+
+    def place(self, tool: int) -> str:
+        return self.places[tool] if self.places else str(tool)
 
 
 def read_tool_use(service: Service, given: dict[str, Any]) -> ToolUse:
@@ -42,15 +49,15 @@ def read_tool_use(service: Service, given: dict[str, Any]) -> ToolUse:
     if service.texts.tool_format is None:
         reason = "the server does not know this model's tool call format"
         raise UnsupportedParameter("tools", reason, "have the operator set --tool-call-parser")
-    parallel = given.get("parallel_tool_calls", True)
+    parallel, places = given.get("parallel_tool_calls", True), given.get("tool_places", ())
     if not isinstance(asked, dict):
-        return ToolUse(tools, "required" if asked == "required" else "auto", None, parallel)
+        return ToolUse(tools, "required" if asked == "required" else "auto", None, parallel, places)
     name = asked["function"]["name"]
     names = [tool["function"]["name"] for tool in tools]
     if name not in names:
         known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise InvalidRequest("tool_choice.function.name", f"{name} is not one of tools", f"choose one of {known}")
-    return ToolUse(tools, "required", name, parallel=False)
+    return ToolUse(tools, "required", name, parallel=False, places=places)
 
 
 def message_reading(service: Service, given: dict[str, Any], use: ToolUse, prompt: str) -> MessageReading | None:
@@ -122,14 +129,31 @@ def _call_plan(form: ToolFormat, use: ToolUse, *, has_structure: bool) -> CallPl
             return None
         if not form.can_be_strict:
             reason = "cannot be enforced in this model's tool call format unless a call is required"
-            where = f"tools[{strict[0]}].function.strict"
+            where = f"tools[{use.place(strict[0])}].function.strict"
             raise UnsupportedParameter(where, reason, 'leave it out, or set tool_choice to "required"')
-    functions = [
-        {"name": tool["function"]["name"], "parameters": tool["function"].get("parameters"), "place": place}
-        for place, tool in enumerate(use.tools)
-        if use.name in (None, tool["function"]["name"])
-    ]
+    functions = []
+    for place, function in enumerate(tool["function"] for tool in use.tools):
+        if use.name in (None, function["name"]):
+            parameters = function.get("parameters")
+            is_bound = role != "among" or place in strict or parameters is None
+            parameters = parameters if is_bound else _loosened(parameters)
+            functions.append({"name": function["name"], "parameters": parameters, "place": use.place(place)})
     return CallPlan(form.name, json.dumps(functions), role, most)
+
+
+def _loosened(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of arguments that keeps the names and types of a tool's parameters, and nothing else: the calls
+    of a tool that is not strict need not match its schema, which may have keywords that no grammar can enforce."""
+    given = parameters.get("properties")
+    properties = {
+        name: {"type": schema["type"]} if isinstance(schema, Mapping) and _is_type(schema.get("type")) else {}
+        for name, schema in (given.items() if isinstance(given, Mapping) else ())
+    }
+    return {"type": "object", "properties": properties}
+
+
+def _is_type(value: Any) -> bool:
+    return value in _TYPES if isinstance(value, str) else isinstance(value, list) and set(map(str, value)) <= _TYPES
 
 
 def keep_special_tokens(service: Service, sampling: SamplingParams, reading: MessageReading | None) -> SamplingParams:

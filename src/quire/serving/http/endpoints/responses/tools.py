@@ -30,15 +30,17 @@ _NO_SEARCH = "is a tool that this server does not have: the model answers withou
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The functions of a request: in the form of `/v1/chat/completions`, as the response repeats them, and for each
-    function of a namespace, the name that the model reads with its namespace and its name there."""
+    """The functions of a request: in the form of `/v1/chat/completions`, with their places in the request, as the
+    response repeats them, and for each function of a namespace, the name that the model reads with its namespace and
+    its name there."""
 
     functions: list[dict[str, Any]]
+    places: list[str]  # such as 3, or 3].tools[0 in a namespace
     given: list[dict[str, Any]]
     namespaces: dict[str, tuple[str, str]]
 
 
-NO_TOOLS = OfferedTools([], [], {})
+NO_TOOLS = OfferedTools([], [], [], {})
 
 
 class _LeftOut(dict[str, Any]):
@@ -81,7 +83,8 @@ class FunctionTools:
             Tools().check("", functions, limits)
         except InvalidRequest as error:
             raise type(error)(_own_path(error.field, paths) or where, error.reason, error.fix) from None
-        return OfferedTools(functions, given, namespaces)
+        places = [path.removeprefix(f"{where}[").removesuffix("]") for path in paths]
+        return OfferedTools(functions, places, given, namespaces)
 
     def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
         if not isinstance(value, list):

@@ -164,7 +164,8 @@ def _reasoning_effort(service: Service, given: Parameters, parameters: Parameter
 
 def _tools(service: Service, given: Parameters, parameters: Parameters) -> list[str]:
     """Put the tools and the tool choice into `parameters`. Returns warnings."""
-    tools, choice = list(given.get("tools", NO_TOOLS).functions), given.get("tool_choice", "auto")
+    offered, choice = given.get("tools", NO_TOOLS), given.get("tool_choice", "auto")
+    tools, places = list(offered.functions), list(offered.places)
     if isinstance(choice, dict) and choice["type"] == "function":
         parameters["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
     elif isinstance(choice, dict):
@@ -172,12 +173,13 @@ def _tools(service: Service, given: Parameters, parameters: Parameters) -> list[
         missing = allowed - {tool["function"]["name"] for tool in tools}
         if missing:
             raise InvalidRequest("tool_choice.tools", f"{sorted(missing)[0]} is not one of tools", "add it to tools")
-        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        kept = [place for place, tool in enumerate(tools) if tool["function"]["name"] in allowed]
+        tools, places = [tools[place] for place in kept], [places[place] for place in kept]
         parameters["tool_choice"] = choice["mode"]
     elif "tool_choice" in given:
         parameters["tool_choice"] = choice
     if tools:
-        parameters["tools"] = tools
+        parameters |= {"tools": tools, "tool_places": tuple(places)}
     if parameters.get("tool_choice", "auto") != "auto" or not any(tool["function"].get("strict") for tool in tools):
         return []
     return _drop_strict(service, tools)

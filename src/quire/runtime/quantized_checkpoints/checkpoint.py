@@ -28,8 +28,8 @@ from quire.runtime.loading.hf.json_file import read_json
 from quire.runtime.loading.hf.quantized.registry import KEYS
 from quire.runtime.quantization.float8_weight import Float8Weight
 from quire.runtime.quantization.packing import pack
-from quire.runtime.quantizing.calibrate import Calibration, PlainModel, check_plain
-from quire.runtime.quantizing.gptq import Grid, RoundedMatrix, round_matrix
+from quire.runtime.quantized_checkpoints.calibrate import Calibration, PlainModel, check_plain
+from quire.runtime.quantized_checkpoints.gptq import Grid, RoundedMatrix, round_matrix
 from quire.types.errors import ConfigError
 
 Method = Literal["int4", "int8", "fp8"]

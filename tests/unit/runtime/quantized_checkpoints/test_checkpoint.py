@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from family_bench import hf_checkpoint, load_bench
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
-from quire.runtime.quantizing.checkpoint import Recipe, write_quantized
+from quire.runtime.quantized_checkpoints.checkpoint import Recipe, write_quantized
 from quire.types.errors import ConfigError
 from quire.types.step import Chunk
 
@@ -202,7 +202,7 @@ def test_a_disk_that_is_full_is_named_as_the_output(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("quire.runtime.quantizing.checkpoint.save_file", fail)
+    monkeypatch.setattr("quire.runtime.quantized_checkpoints.checkpoint.save_file", fail)
     with pytest.raises(ConfigError, match=r"^output: .*small cannot be written: .*No space left on device; give a fol"):
         write_quantized(files_at(plain), tmp_path / "small", Recipe("int8"), CPU)
     assert list(tmp_path.iterdir()) == []

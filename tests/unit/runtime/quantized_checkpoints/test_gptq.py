@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.runtime.quantizing.gptq import Grid, RoundedMatrix, round_matrix
+from quire.runtime.quantized_checkpoints.gptq import Grid, RoundedMatrix, round_matrix
 
 INT4, INT8 = Grid(4, 32, False), Grid(8, None, True)
 
