@@ -1,4 +1,4 @@
-"""Qwen2-VL to Qwen3.5 with images against transformers: towers, positions of three axes, prompts cut inside images."""
+"""Qwen2-VL to Qwen3.5 and GLM-4.1V with images against transformers: towers, positions of three axes, cut prompts."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tiny_models import DEVICE, Bench, engine_config
 from vision_models import VISION, VisionPrompt, check_logits, picture, prompt_of, vision_model, vision_reference
 
 pytest.importorskip("transformers")
+FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"]
 COUNT = 4
 PROMPTS = [
     prompt_of([5, 9, 11], picture(3, 5), [7, 30, 8]),
@@ -38,7 +39,7 @@ class Case:
         self.expected = [vision_reference(self.model, prompt, COUNT) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp(request.param))
 

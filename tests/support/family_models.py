@@ -227,6 +227,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {**COMMON, "model_type": "cohere2", "logit_scale": 0.5, "sliding_window": 9, "pad_token_id": 0},
         "vision_config": SIGLIP, "alignment_intermediate_size": 24,
     },
+    "glm4v": {"vision_config": {**TOWERS["glm4v"]}, **VISION_TOKENS, **TEXTS["glm4v"]},
     "smolvlm": SMOL,
     "idefics3": SMOL,
     "nanochat": {"head_dim": 16},
@@ -319,7 +320,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CASES = CONFIGS | VARIANTS
-NESTED = ("qwen3_vl", "qwen3_vl_moe")  # transformers takes the settings of their decoders only as `text_config`
+NESTED = ("glm4v", "qwen3_vl", "qwen3_vl_moe")  # transformers takes settings of their decoders only as `text_config`
 _OUTER = {"vision_config", "tie_word_embeddings", *VISION_TOKENS}
 NUM_TOKENS = 12  # of every answer
 

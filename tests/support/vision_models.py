@@ -33,6 +33,11 @@ HALF_ROTATED = {  # of every head
         "partial_rotary_factor": 0.5,
     }
 }  # fmt: skip
+HALF_ROTATED = {
+    "rope_parameters": {
+        "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+    }
+}  # fmt: skip
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}}
 TEXT: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -85,6 +90,10 @@ TOWERS: dict[str, dict[str, Any]] = {  # by family
         "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 8,
         "image_size": 64, "hidden_act": "gelu", "head_dim": 16, "model_type": "pixtral",
     },
+    "glm4v": {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "image_size": 20,
+        "out_hidden_size": 64,
+    },
     "smolvlm": SMOL_TOWER,
     "idefics3": SMOL_TOWER,
     "qwen3_5": {**QWEN3_TOWER, "depth": 2},
@@ -106,6 +115,7 @@ TEXTS: dict[str, dict[str, Any]] = {  # what their decoders say besides TEXT
     },
     "mistral3": {"head_dim": 16, "model_type": "mistral", "rope_parameters": None},
     "llava": {"head_dim": 16, "model_type": "mistral", "rope_parameters": None},
+    "glm4v": {"head_dim": 16, **HALF_ROTATED, "pad_token_id": 0},
     "smolvlm": {"model_type": "llama", "rope_parameters": None},
     "idefics3": {"model_type": "llama", "rope_parameters": None},
     "qwen3_5": {

@@ -35,6 +35,7 @@ class ImageGrid:
     )
     row_ends: tuple[int, ...] = ()  # ids of the tokens behind each row of an image and behind the last one; (): none
     fills: bool = False  # images are resized, also enlarged, to as many squares as `max_pixels` allows
+    enlarges: bool = False  # images with a side of less than one square are enlarged to one first
     crops: bool = False  # with `fixed`: the shorter side is resized, and what the longer one has more is cut off
     margin: Channels | None = None  # with `fixed`: the colour of a margin that makes images square before resizing
     edge: int = 0  # with `fixed`: pixels per side after resizing, if they are no whole squares; the rest is cut off

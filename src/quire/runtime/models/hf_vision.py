@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from quire.config.fields import Fields
-from quire.config.vision import FEWEST_TOKENS, USUAL_MEAN, USUAL_STD, Channels, ImageGrid, Vision
+from quire.config.vision import FEWEST_TOKENS, USUAL_MEAN, USUAL_STD, Channels, ImageGrid, TransformerStyle, Vision
 from quire.runtime.loading.hf.json_file import read_json
 from quire.runtime.models.hf_config import refuse_other
 
@@ -93,6 +93,26 @@ def read_qwen3_vision(config: Fields, hidden_size: int, *, num_layers: int = 0, 
         reason = f"are {len(deep)} blocks, only {max(num_layers, 1) - 1} are supported by the decoder's layers"
         raise tower.refuse("deepstack_visual_indexes", reason)
     return replace(vision, is_gated=False, activation="gelu_tanh", table_side=side, deep=deep)
+
+
+def read_glm_vision(config: Fields, hidden_size: int) -> Vision:
+    """Read the tower of GLM-4.1V. `hidden_size`: of the decoder. Its processor counts a still image as two frames, and
+    the MLPs of its blocks have the size of the decoder's vectors."""
+    tower = vision_fields(config)
+    refuse_other(tower, "hidden_act", "silu")
+    _check_out(tower, tower.integer("out_hidden_size", 4_096), hidden_size)
+    vision = _read_tower(config, tower, (24, tower.integer("hidden_size", 1_536), hidden_size, 14), 151_343)
+    image = tower.integer("image_size", 336, least=1)
+    if image % vision.patch:
+        raise tower.refuse("image_size", f"{image} is not a multiple of the patches' {vision.patch} pixels")
+    prepared, unit = find_images(config), vision.grid.unit
+    least, most = (pixels // vision.frames for pixels in _read_pixels(prepared, unit, (16 * unit**2, 15_000 * unit**2)))
+    floor = FEWEST_TOKENS * unit**2
+    return replace(
+        vision, grid=replace(vision.grid, min_pixels=max(least, floor), max_pixels=max(most, floor), enlarges=True),
+        style=TransformerStyle(qkv_bias=tower.flag("attention_bias", False)), table_side=image // vision.patch,
+        norm_eps=tower.number("rms_norm_eps", 1e-5), projector_size=tower.integer("intermediate_size", 13_696, least=1),
+    )  # fmt: skip
 
 
 def vision_fields(config: Fields) -> Fields:
@@ -227,14 +247,14 @@ def find_images(config: Fields) -> Fields:
     return Fields(str(path), {f"{_NESTED}.{key}": value for key, value in nested.items()}, f"{_NESTED}.")
 
 
-def _read_pixels(image: Fields, unit: int) -> tuple[int, int]:
-    """Return the minimum and maximum pixels of an image, from either spelling."""
+def _read_pixels(image: Fields, unit: int, usual: tuple[int, int] = (56 * 56, 28**2 * 1_280)) -> tuple[int, int]:
+    """Return the minimum and maximum pixels of an image, from either spelling. `usual`: the defaults."""
     size = image.raw("size")
     given = {} if size is None else size
     if not isinstance(given, dict) or {key for key, value in given.items() if value is not None} - _SIZES:
         raise image.refuse("size", "may hold shortest_edge and longest_edge, in pixels, and nothing else")
-    least = image.optional_integer("min_pixels") or given.get("shortest_edge") or given.get("min_pixels") or 56 * 56
-    most = image.optional_integer("max_pixels") or given.get("longest_edge") or given.get("max_pixels") or 28**2 * 1280
+    least = image.optional_integer("min_pixels") or given.get("shortest_edge") or given.get("min_pixels") or usual[0]
+    most = image.optional_integer("max_pixels") or given.get("longest_edge") or given.get("max_pixels") or usual[1]
     bound = _MOST_TOKENS * unit**2
     if type(least) is not int or type(most) is not int or not 0 < least <= most <= bound:
         raise image.refuse("max_pixels", f"must be at least min_pixels and at most {bound}")

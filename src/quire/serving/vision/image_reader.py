@@ -157,6 +157,9 @@ def fitting_size(height: int, width: int, grid: ImageGrid, field: str = "images"
     if grid.longest:
         rows, columns = _shrunk(height, width, grid)
         return rows * unit, columns * unit
+    if grid.enlarges and min(height, width) < unit:
+        scale = max(unit / height, unit / width)
+        height, width = int(height * scale), int(width * scale)
     rows, columns = round(height / unit), round(width / unit)
     if rows * columns * unit**2 > grid.max_pixels:
         shrink = math.sqrt(height * width / grid.max_pixels)

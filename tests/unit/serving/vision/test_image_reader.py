@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,16 @@ def test_sizes_are_those_of_transformers(size: tuple[int, int]) -> None:
     processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     wanted = processing.smart_resize(*size, factor=28, min_pixels=GRID.min_pixels, max_pixels=GRID.max_pixels)
     assert fitting_size(*size, GRID) == wanted
+
+
+@pytest.mark.parametrize("size", [*SIZES, (10, 150), (27, 5), (3, 3), (4_000, 3_900), (28, 2_000)])
+def test_sizes_are_those_of_glm_which_enlarges_thin_images_first(size: tuple[int, int]) -> None:
+    """It counts an image as two frames."""
+    processing = pytest.importorskip("transformers.models.glm4v.image_processing_pil_glm4v")
+    grid = replace(GRID, min_pixels=112 * 112 // 2, max_pixels=28 * 28 * 7_500, enlarges=True)
+    most = 28 * 28 * 15_000
+    wanted = processing.smart_resize(2, *size, min_pixels=112 * 112, max_pixels=most)
+    assert fitting_size(*size, grid) == wanted
 
 
 @pytest.mark.parametrize("tokens", [4, 5, 7, 16, 256])
