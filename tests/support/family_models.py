@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from copy import deepcopy
@@ -358,6 +359,9 @@ class FamilyCase:
         config._attn_implementation = "sdpa" if self.name == "falcon-rw" else "eager"  # which adds its ALiBi twice
         model = hf_model(config)
         model.save_pretrained(self.directory)
+        if kind == "cohere2_vision":  # whose published token has another number
+            tokens = {"added_tokens_decoder": {"11": {"content": "<|IMG_LINE_BREAK|>"}}}
+            (self.directory / "tokenizer_config.json").write_text(json.dumps(tokens))
         if packed is not None:
             packed.pack(self.directory, config)
         return model
