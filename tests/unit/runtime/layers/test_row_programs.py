@@ -197,6 +197,9 @@ def test_every_family_is_traced_or_runs_layer_by_layer(family: str, tmp_path: Pa
     settings = {key: value for key, value in (COMMON | CASES[family]).items() if value is not ...}
     settings |= {"model_type": family.partition("-")[0], **GPT2}
     (tmp_path / "config.json").write_text(json.dumps(settings))
+    if family == "cohere2_vision":
+        tokens = {"added_tokens_decoder": {"11": {"content": "<|IMG_LINE_BREAK|>"}}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
     kernel, bench = ReferenceKernel(), RowBench(hf_model_config(tmp_path))
     bench.blocks.run_rows_by(kernel)
     bench.model.trace_row(bench.cache.layers)
