@@ -120,7 +120,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 def values_of(hint: Any, within: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
     """Any values of a type, by its annotation: a field that is added to a message is drawn, sent and compared too.
 
-    `within`: the types of which this one is a part. A type that has itself or a tuple of itself is drawn two levels deep.
+    `within`: the types of which this one is a part. A type within itself is drawn two levels deep.
     """
     inner = partial(values_of, within=within)
     origin, args = get_origin(hint), get_args(hint)
