@@ -120,7 +120,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 def values_of(hint: Any, within: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
     """Any values of a type, by its annotation: a field that is added to a message is drawn, sent and compared too.
 
-    `within`: the types of which this one is a part. A type that has a tuple of itself is drawn two levels deep.
+    `within`: the types of which this one is a part. A type within itself is drawn two levels deep.
     """
     inner = partial(values_of, within=within)
     origin, args = get_origin(hint), get_args(hint)
@@ -131,7 +131,7 @@ def values_of(hint: Any, within: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]
     if origin is Literal:
         return st.sampled_from(args)
     if origin in (Union, UnionType):
-        return st.one_of(*map(inner, args))
+        return st.one_of(*(inner(arg) for arg in args if within.count(arg) <= 1))
     if origin is tuple:
         if args[-1] is Ellipsis:
             return st.just(()) if within.count(args[0]) > 1 else st.lists(inner(args[0]), max_size=3).map(tuple)
