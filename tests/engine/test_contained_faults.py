@@ -117,7 +117,7 @@ class Neighbours:
 @pytest.mark.parametrize(("call", "kind", "after"), CASES)
 def test_a_call_that_fails_for_one_request_ends_that_request_alone(call: str, kind: str, after: int) -> None:
     part, member = call.split(".")
-    neighbours = Neighbours(orders=member in ("order", "offer"), observes=kind == "one draft")
+    neighbours = Neighbours(orders=member in ("num_to_draft", "offer"), observes=kind == "one draft")
     engine, fault = neighbours.engine, Fault("fails", call, after)
     params = {"max_tokens": 30, "seed": 5, "end_ids": (3, 50), **KINDS[kind]}
     engine.submit("fails", [7, 8, 10], **params)  # type: ignore[arg-type]
@@ -210,9 +210,9 @@ def test_a_sample_is_named_once_if_its_request_fails_after_it_was_aborted() -> N
     assert [sample.finish_reason for sample in engine.finished["fails"].samples] == ["error", "abort"]
 
 
-@pytest.mark.parametrize("member", ["propose", "order"])
+@pytest.mark.parametrize("member", ["propose", "num_to_draft"])
 def test_drafts_longer_than_asked_for_are_cut_to_what_there_is_room_for(member: str) -> None:
-    proposers = ToyProposers(orders=member == "order", may_run_ahead=False, longest=40, ignores_limit=True)
+    proposers = ToyProposers(orders=member == "num_to_draft", may_run_ahead=False, longest=40, ignores_limit=True)
     engine = Harness(max_num_batched_tokens=8, tools=DecodingTools(proposers=proposers))
     for number in range(4):
         engine.submit(f"{number}", [number, 5, 6], seed=DRAFTED + number, max_tokens=5)
@@ -221,7 +221,7 @@ def test_drafts_longer_than_asked_for_are_cut_to_what_there_is_room_for(member: 
         assert engine.answer(f"{number}") == continuation([number, 5, 6], 5, seed=DRAFTED + number)
     plans = engine.executor.plans
     assert max(plan.num_tokens for plan in plans) <= 8
-    assert max((order.num_tokens for plan in plans for order in plan.drafts), default=0) <= 4
+    assert max((request.num_tokens for plan in plans for request in plan.drafts), default=0) <= 4
 
 
 def test_a_waiting_request_that_fails_gives_its_host_memory_back() -> None:

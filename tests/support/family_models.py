@@ -338,6 +338,12 @@ def settings_of(name: str, *changes: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key in _OUTER} | {"text_config": inner}
 
 
+def write_line_break(folder: Path) -> None:
+    """Give the token that ends a tile of Command A Vision a number within the tiny vocabulary."""
+    tokens = {"added_tokens_decoder": {"11": {"content": "<|IMG_LINE_BREAK|>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+
+
 @dataclass
 class FamilyCase:
     """One family's tiny model, and what transformers answers with it."""
@@ -359,9 +365,8 @@ class FamilyCase:
         config._attn_implementation = "sdpa" if self.name == "falcon-rw" else "eager"  # which adds its ALiBi twice
         model = hf_model(config)
         model.save_pretrained(self.directory)
-        if kind == "cohere2_vision":  # whose published token has another number
-            tokens = {"added_tokens_decoder": {"11": {"content": "<|IMG_LINE_BREAK|>"}}}
-            (self.directory / "tokenizer_config.json").write_text(json.dumps(tokens))
+        if kind == "cohere2_vision":
+            write_line_break(self.directory)
         if packed is not None:
             packed.pack(self.directory, config)
         return model

@@ -26,9 +26,9 @@ MEMBERS: dict[str, tuple[str, ...]] = {
         "mask", "advance", "forced", "is_over", "clone", "rollback",
         "forced_token", "find_run", "note_consumed",  # of real ones, in a batch
     ),
-    "proposer": ("observe", "propose", "order", "offer", "result", "clone", "close", "num_ahead"),
+    "proposer": ("observe", "propose", "num_to_draft", "offer", "result", "clone", "close", "num_ahead"),
     "controller": (
-        "propose", "verify", "accept", "ending_with", "clone", "close", "order", "look_for_forced",
+        "propose", "verify", "accept", "ending_with", "clone", "close", "num_to_draft", "look_for_forced",
         "num_ahead",
     ),
     "stops": ("push",),

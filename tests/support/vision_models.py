@@ -33,7 +33,7 @@ HALF_ROTATED = {  # of every head
         "partial_rotary_factor": 0.5,
     }
 }  # fmt: skip
-HALF_ROTATED = {
+HALF_IN_SECTIONS = {  # the same, with pairs of an axis side by side
     "rope_parameters": {
         "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
     }
@@ -115,7 +115,7 @@ TEXTS: dict[str, dict[str, Any]] = {  # what their decoders say besides TEXT
     },
     "mistral3": {"head_dim": 16, "model_type": "mistral", "rope_parameters": None},
     "llava": {"head_dim": 16, "model_type": "mistral", "rope_parameters": None},
-    "glm4v": {"head_dim": 16, **HALF_ROTATED, "pad_token_id": 0},
+    "glm4v": {"head_dim": 16, **HALF_IN_SECTIONS, "pad_token_id": 0},
     "smolvlm": {"model_type": "llama", "rope_parameters": None},
     "idefics3": {"model_type": "llama", "rope_parameters": None},
     "qwen3_5": {

@@ -61,8 +61,10 @@ class Prompt:
 
 def chat_prompt(taker: ImageTaker | None, text: str, images: tuple[PromptImage, ...]) -> Prompt:
     """Return the prompt of a rendered conversation. `taker`: read its images; None: the model takes none."""
+    if not images:
+        return Prompt(text=text)
     images = shown_together(images)
-    return Prompt(text=taker.with_replacements(text, images) if taker is not None and images else text, images=images)
+    return Prompt(text=text if taker is None else taker.with_replacements(text, images), images=images)
 
 
 def read_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:

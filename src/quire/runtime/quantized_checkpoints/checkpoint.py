@@ -121,7 +121,8 @@ class _Writer:
         self._config = checkpoint.config
         check_plain(self._config)
         if strange := sorted(checkpoint.stored_names ^ checkpoint.names):
-            raise ConfigError("model", f"{strange[0]} is stored fused with other tensors", "set quantization instead")
+            problem = f"{strange[0]} is stored under another name or fused with others"
+            raise ConfigError("model", problem, "set quantization instead")
         self._model = PlainModel(self._config, device)
         matrices = self._matrices()
         if not matrices:

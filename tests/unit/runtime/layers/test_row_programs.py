@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton_cases  # noqa: F401  float8 as hardware rounds it
-from family_models import CASES, COMMON
+from family_models import CASES, COMMON, write_line_break
 from quire.config.model import Heads, ModelConfig, Rope
 from quire.kernels.cuda.row_phases import AttentionPhase, GemvPhase, ScaledRowsWeight
 from quire.kernels.triton.gemm_w4 import PackedW4
@@ -42,9 +42,9 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
 }
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4}  # its names of what all have
 TRACED = {  # of all families
-    "ernie4_5", "gemma", "glm", "helium", "idefics3", "internlm2", "internvl", "llama", "llava", "llava_next",
+    "cwm", "ernie4_5", "gemma", "glm", "helium", "idefics3", "internlm2", "internvl", "llama", "llava", "llava_next",
     "llava_onevision", "mimo", "ministral", "mistral", "mistral3", "phi3", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3",
-    "qwen3_vl", "seed_oss", "smollm3", "smolvlm",
+    "qwen3_vl", "seed_oss", "smollm3", "smolvlm", "vaultgemma",
 }  # fmt: skip
 
 
@@ -198,8 +198,7 @@ def test_every_family_is_traced_or_runs_layer_by_layer(family: str, tmp_path: Pa
     settings |= {"model_type": family.partition("-")[0], **GPT2}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     if family == "cohere2_vision":
-        tokens = {"added_tokens_decoder": {"11": {"content": "<|IMG_LINE_BREAK|>"}}}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+        write_line_break(tmp_path)
     kernel, bench = ReferenceKernel(), RowBench(hf_model_config(tmp_path))
     bench.blocks.run_rows_by(kernel)
     bench.model.trace_row(bench.cache.layers)

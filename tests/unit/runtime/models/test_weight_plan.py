@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from family_models import CASES, settings_of
+from family_models import CASES, settings_of, write_line_break
 from gguf_files import Stored, tiny_metadata, write_gguf
 from make_quantized import FIXTURES
 from packed_models import PACKED
@@ -44,9 +44,10 @@ SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}  # who
 FAMILY_SIZES: dict[str, dict[str, int]] = {  # that follow from them, or from the towers of tests/support
     "gemma4_text": {"vocab_size_per_layer_input": 512}, "granitemoehybrid": {"shared_intermediate_size": 64},
     "nemotron_h-moe": {"moe_shared_expert_intermediate_size": 64},
+    "nemotron_h-latents": {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 64},
     "opt": {"word_embed_proj_dim": 256, "ffn_dim": 256},
-    "qwen2_vl": {"hidden_size": 64}, "qwen2_5_vl": {"hidden_size": 64}, "qwen3_vl": {"hidden_size": 64},
-    "qwen3_vl_moe": {"hidden_size": 64},
+    "glm4v": {"hidden_size": 64}, "qwen2_vl": {"hidden_size": 64}, "qwen2_5_vl": {"hidden_size": 64},
+    "qwen3_vl": {"hidden_size": 64}, "qwen3_vl_moe": {"hidden_size": 64},
 }  # fmt: skip
 # The plans of these tiny models are up to 3 % above what they hold; larger matrices make it less.
 WITHIN = {
@@ -119,6 +120,8 @@ def family_config(folder: Path, name: str) -> ModelConfig:
     config = transformers.AutoConfig.for_model(packed.source if packed else kind, **settings, dtype="bfloat16")
     config.architectures = [_class_of(transformers, config)]
     config.save_pretrained(folder)
+    if name == "cohere2_vision":
+        write_line_break(folder)
     if packed is not None:
         packed.pack_config(folder)
     return hf_model_config(folder)
