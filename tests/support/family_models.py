@@ -225,7 +225,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "cohere2_vision": {
         **dict.fromkeys(COMMON, ...), "tie_word_embeddings": True, "image_token_id": 10,
-        "text_config": {**COMMON, "model_type": "cohere2", "logit_scale": 0.5, "sliding_window": 9, "pad_token_id": 0},
+        "text_config": {
+            **COMMON, "model_type": "cohere2", "sliding_window": 9, "pad_token_id": 0,
+            "logit_scale": 1.0,  # transformers leaves this scale out of models for images
+        },
         "vision_config": SIGLIP, "alignment_intermediate_size": 24,
     },
     "glm4v": {"vision_config": {**TOWERS["glm4v"]}, **VISION_TOKENS, **TEXTS["glm4v"]},

@@ -1,6 +1,7 @@
 """Command A Vision: Cohere 2 with SigLIP, which sees a picture in tiles and once more as a whole.
 
 The patches of a token are concatenated and projected by a gated MLP. A token ends each tile.
+Logits are scaled as those of Cohere 2 are; transformers leaves `logit_scale` out here, which no greedy token tells.
 """
 
 from __future__ import annotations
