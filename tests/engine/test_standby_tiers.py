@@ -83,3 +83,16 @@ def test_an_engine_that_is_paused_with_requests_saves_their_blocks_and_then_slee
     assert carry_out(made, Command("sleep", mode="abort")).is_sleeping
     assert not made.core.has_work
     made.executor.close()
+
+
+def test_a_dead_engine_that_sleeps_plans_no_transfers(case: FamilyCase, tmp_path: Path) -> None:
+    folder = tmp_path / "blocks"
+    folder.mkdir(mode=0o700)
+    made = engine(case, TierConfig(host_blocks=64, disk_path=str(folder), disk_blocks=64, write="through"))
+    made.answers(PROMPTS)
+    carry_out(made, Command("sleep"))
+    made.core.reset_cache()
+    assert made.core._scheduler.tiers.has_transfers
+    made.core._die(RuntimeError("the executor is gone"))
+    assert made.core._plan_step() is None
+    made.executor.close()

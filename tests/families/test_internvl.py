@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from family_bench import load_bench
 from interpreter import HAS_TRITON
 from quire.config.vision import Vision, resolve_images
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.types.errors import ModelLoadError
 from quire.types.images import PromptImage
-from tiled_models import TiledCase, answers, check_answers, check_towers, noise, normalized
+from tiled_models import ComparedWithTransformers, TiledCase, answers, noise, normalized
 from vision_models import IMAGE, TEXT, write_changed
 
 transformers = pytest.importorskip("transformers")
@@ -83,15 +82,8 @@ def cohere(tmp_path_factory: pytest.TempPathFactory) -> TiledCase:
     return make(tmp_path_factory.mktemp("cohere"), "cohere2_vision")
 
 
-def test_the_tower_gives_what_that_of_transformers_gives(case: TiledCase) -> None:
-    check_towers(case, load_bench(case.folder).worker._runner._model.tower)
-
-
-@pytest.mark.parametrize(
-    ("seed", "settings"), [(1, {}), (2, {"budget": 7, "block_size": 3}), (3, {"tensor": 2, "budget": 33})]
-)
-def test_answers_are_those_of_transformers(case: TiledCase, seed: int, settings: dict[str, Any]) -> None:
-    check_answers(case, seed, **settings)
+class TestFamily(ComparedWithTransformers):
+    """Of each case."""
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no triton")

@@ -18,7 +18,7 @@ from quire.config.vision import Vision, resolve_images
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.types.errors import ModelLoadError
 from quire.types.images import PromptImage
-from tiled_models import TiledCase, answers, check_answers, noise, normalized
+from tiled_models import ComparedWithTransformers, TiledCase, answers, noise, normalized
 from vision_models import IMAGE, TEXT, write_changed
 
 transformers = pytest.importorskip("transformers")
@@ -49,24 +49,19 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TiledCase:
     return made
 
 
-def test_the_tower_gives_what_that_of_transformers_gives(case: TiledCase) -> None:
-    tower: Any = load_bench(case.folder).worker._runner._model.tower
-    asked = case.asked(noise(30, 50), noise(24, 24))
-    pixels = case.inputs(asked)["pixel_values"]
-    with torch.no_grad():
-        seen = case.model.vision_model(pixel_values=pixels).last_hidden_state
-        wanted = case.model.multi_modal_projector(seen)
-        tiles = torch.cat([torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8) for image in asked.images])
-        found = tower(tiles.view(-1, 24, 24, 3))
-    torch.testing.assert_close(found, wanted.view(found.shape), rtol=1e-4, atol=1e-4)
+class TestFamily(ComparedWithTransformers):
+    """Its tower takes tiles as images of their own."""
 
-
-@pytest.mark.parametrize(
-    ("seed", "settings"),
-    [(1, {}), (2, {"budget": 9, "block_size": 4}), (3, {"tensor": 2, "budget": 33})],
-)
-def test_answers_are_those_of_transformers(case: TiledCase, seed: int, settings: dict[str, Any]) -> None:
-    check_answers(case, seed, **settings)
+    def test_the_tower_gives_what_that_of_transformers_gives(self, case: TiledCase) -> None:
+        tower: Any = load_bench(case.folder).worker._runner._model.tower
+        asked = case.asked(noise(30, 50), noise(24, 24))
+        pixels = case.inputs(asked)["pixel_values"]
+        with torch.no_grad():
+            seen = case.model.vision_model(pixel_values=pixels).last_hidden_state
+            wanted = case.model.multi_modal_projector(seen)
+            tiles = torch.cat([torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8) for image in asked.images])
+            found = tower(tiles.view(-1, 24, 24, 3))
+        torch.testing.assert_close(found, wanted.view(found.shape), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no triton")

@@ -227,7 +227,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(COMMON, ...), "tie_word_embeddings": True, "image_token_id": 10,
         "text_config": {
             **COMMON, "model_type": "cohere2", "sliding_window": 9, "pad_token_id": 0,
-            "logit_scale": 1.0,  # transformers leaves this scale out of models for images
+            "logit_scale": 1.0,  # transformers does not apply it in models with images
         },
         "vision_config": SIGLIP, "alignment_intermediate_size": 24,
     },

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from family_bench import randomize
+from family_bench import load_bench, randomize
 from quire.config.vision import ImageGrid, ImageLimits, Vision
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
@@ -163,3 +164,16 @@ def check_answers(case: TiledCase, seed: int, **settings: Any) -> None:
     assert computed <= len(asked) * (block + 2), "the pictures were not found in the cache"
     others = [case.asked(list(each.tokens[: each.images[0].start]), noise(31, 49, seed)) for each in asked[::2]]
     assert answers(made, *others) == [case.expected(each) for each in others]
+
+
+class ComparedWithTransformers:
+    """Tests of a family. The module that takes them has a fixture `case`."""
+
+    def test_the_tower_gives_what_that_of_transformers_gives(self, case: TiledCase) -> None:
+        check_towers(case, load_bench(case.folder).worker._runner._model.tower)
+
+    @pytest.mark.parametrize(
+        ("seed", "settings"), [(1, {}), (2, {"budget": 7, "block_size": 3}), (3, {"tensor": 2, "budget": 33})]
+    )
+    def test_answers_are_those_of_transformers(self, case: TiledCase, seed: int, settings: dict[str, Any]) -> None:
+        check_answers(case, seed, **settings)

@@ -244,12 +244,12 @@ class EngineCore:
             self._observer.compiled(group)
 
     def _plan_step(self) -> InFlightStep | None:
-        """Plan the next step. Returns None if nothing can be computed now. A stopped engine only copies and deletes
-        blocks of the tiers, which commands wait for."""
+        """Plan the next step. Returns None if nothing can be computed now. A paused or sleeping engine only copies and
+        deletes blocks of the tiers, which commands wait for. A dead engine plans nothing."""
         plan = None
-        if self.standby.is_active and self.standby.stops:
+        if self._dead is None and self.standby.is_active and self.standby.stops:
             plan = self._scheduler.plan_transfers()
-        elif not self._dead:
+        elif self._dead is None:
             plan = self._scheduler.plan(self._clock(), self._pipeline.busy)
         step = None
         if plan is not None:

@@ -1,7 +1,8 @@
 """Command A Vision: Cohere 2 with SigLIP, which sees a picture in tiles and once more as a whole.
 
 The patches of a token are concatenated and projected by a gated MLP. A token ends each tile.
-Logits are scaled as those of Cohere 2 are; transformers leaves `logit_scale` out here, which no greedy token tells.
+Logits are multiplied by `logit_scale`, as in Cohere 2. transformers does not do this for models with images: greedy
+tokens are the same, probabilities are not.
 """
 
 from __future__ import annotations
