@@ -13,6 +13,7 @@ from quire.runtime.models.hf_config import refuse_other, refuse_set
 from quire.runtime.models.hf_vision import (
     BICUBIC,
     HALF,
+    MOST_TILES,
     find_images,
     read_channels,
     read_placeholder,
@@ -22,7 +23,7 @@ from quire.runtime.models.hf_vision import (
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
-_MOST_PINPOINTS, _MOST_TILES, _MOST_LAYERS = 128, 64, 16
+_MOST_PINPOINTS, _MOST_LAYERS = 128, 16
 
 
 class _Kind(NamedTuple):
@@ -172,8 +173,8 @@ def _read_tiling(config: Fields, prepared: Fields, side: int, tokens: int, tiles
     ):
         raise config.refuse(key, f"must be up to {_MOST_PINPOINTS} pairs of multiples of {side}, the tower's size")
     canvases = tuple((height // side, width // side) for height, width in given)
-    if max(rows * columns for rows, columns in canvases) > _MOST_TILES:
-        raise config.refuse(key, f"makes more than {_MOST_TILES} tiles of a picture")
+    if max(rows * columns for rows, columns in canvases) > MOST_TILES:
+        raise config.refuse(key, f"makes more than {MOST_TILES} tiles of a picture")
     most = _read_most_tiles(config) if tiles.squares_several else 0
     return Tiling("pad", side, canvases=canvases, newlines=True, most_tokens=most * tokens**2)
 
@@ -182,6 +183,6 @@ def _read_most_tiles(config: Fields) -> int:
     """Return the number of tiles from whose tokens on the tokens of a picture are averaged."""
     key = "vision_aspect_ratio"
     number = config.text(key, "anyres_max_9").removeprefix("anyres_max_")
-    if not number.isdecimal() or not 1 <= int(number[:4]) <= _MOST_TILES:
-        raise config.refuse(key, f"must be anyres_max_ and a number up to {_MOST_TILES}")
+    if not number.isdecimal() or len(number) > 4 or not 1 <= int(number) <= MOST_TILES:
+        raise config.refuse(key, f"must be anyres_max_ and a number up to {MOST_TILES}")
     return int(number)

@@ -18,7 +18,7 @@ PREPROCESSOR, PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config
 _IMAGE_TOKEN = 151_655  # the default of config.json
 LANCZOS, BILINEAR, BICUBIC, _RESCALE = 1, 2, 3, 1 / 255
 HALF: Channels = (0.5, 0.5, 0.5)
-_MOST_TILES = 64  # of a picture
+MOST_TILES = 64  # of a picture
 _MOST_TOKENS = 16_384  # of an image, the most of any published model
 _TOWER_THETA = 10_000.0  # of the towers' rotary positions
 _SIZES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}  # keys of `size`; the edges are pixel counts too
@@ -289,9 +289,9 @@ def refuse_size(image: Fields, side: int) -> None:
 def read_most_tiles(image: Fields, usual: int = 12) -> tuple[int, int]:
     """Return the fewest and the most tiles into which a picture is cut. `usual`: the default of the latter."""
     least, most = image.integer("min_patches", 1), image.integer("max_patches", usual)
-    if not 1 <= least <= most <= _MOST_TILES:
+    if not 1 <= least <= most <= MOST_TILES:
         reason = f"min_patches is {least} and max_patches {most}"
-        raise image.refuse("max_patches", reason, fix=f"choose 1 <= min_patches <= max_patches <= {_MOST_TILES}")
+        raise image.refuse("max_patches", reason, fix=f"choose 1 <= min_patches <= max_patches <= {MOST_TILES}")
     return least, most
 
 
