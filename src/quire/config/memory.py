@@ -242,8 +242,9 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     model = largest_rank(model, config.parallel)
     device, kind = config.device.device, config.device.device.partition(":")[0]
     scheduler, block_size, kv_dtype = config.scheduler, config.cache.block_size, config.device.kv_dtype
-    drafting = config.speculation is not None and config.speculation.method != "ngram"
-    draft = None if config.speculation is None else config.speculation.draft
+    speculation = config.speculation if model.is_last_stage else None  # the last pipeline stage drafts
+    drafting = speculation is not None and speculation.method != "ngram"
+    draft = None if speculation is None else speculation.draft
     draft = None if draft is None else largest_rank(draft, config.parallel)
     groups = config.cache.groups
     attention, value_bytes = _attention(config, facts), facts.weight_bytes(config.device.dtype, device)

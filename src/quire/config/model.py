@@ -267,6 +267,7 @@ class ModelConfig:
     weights: WeightCounts = field(default_factory=WeightCounts)
     rank_weights: WeightCounts | None = None  # of the tensor-parallel rank with most; None: not counted
     stage: tuple[int, int] | None = None  # pipeline stage: first layer, and last layer + 1; None: all layers
+    head_layers: tuple[int, ...] | None = None  # of a stage: layers whose inputs a draft head reads; None: no head
 
     @property
     def embedding_size(self) -> int:

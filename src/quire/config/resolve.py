@@ -28,7 +28,7 @@ from quire.config.policy import RESERVING
 from quire.config.rank_model import largest_rank, planned_rank
 from quire.config.sizes import GIB, MIB, format_size, parse_size
 from quire.config.speculation import SpeculationConfig, check_head, resolve_speculation
-from quire.config.stages import heaviest_stage, resolve_pipeline, stage_models
+from quire.config.stages import heaviest_stage, planned_stages, resolve_pipeline, smaller_cache, stage_models
 from quire.config.tiers import resolve_tiers
 from quire.config.transport import check_transport
 from quire.config.vision import check_media_path, resolve_images
@@ -116,12 +116,17 @@ def resolve_engine_config(
 def _fit(
     args: EngineArguments, facts: HardwareFacts, model: ModelConfig, unsized: EngineConfig, capacity: int
 ) -> tuple[EngineConfig, MemoryPlan]:
-    """Set the size of the cache, and plan the memory of one rank: that of the pipeline stage that needs most."""
-    rank_model = heaviest_stage(stage_models(model, unsized.parallel.pipeline))
-    config = resolve_pipeline(_size_cache(args, facts, rank_model, unsized, capacity), model)
-    plan = plan_memory(rank_model, config, facts, capacity)
-    plan.check()
-    return config, plan
+    """Set the size of the cache, and plan the memory of one rank: that of the pipeline stage that needs most. The cache
+    fits on every stage, and on the last one beside what drafts."""
+    stages = planned_stages(model, unsized)
+    config = _size_cache(args, facts, stages[0], unsized, capacity)
+    for stage in stages[1:]:
+        config = smaller_cache(config, _size_cache(args, facts, stage, config, capacity))
+    config = resolve_pipeline(config, model)
+    plans = [plan_memory(stage, config, facts, capacity) for stage in stages]
+    for plan in plans:
+        plan.check()
+    return config, max(plans, key=lambda plan: plan.total)
 
 
 def _size_tiers(config: EngineConfig, model: ModelConfig, host_field: str) -> EngineConfig:

@@ -184,6 +184,7 @@ class DecoderAttention(nn.Module):
     norm_offset = 0.0  # the checkpoint stores norm weights minus this
     norms_values = False  # query, key and value heads are all normed
     norms_last = False  # heads are normed after the rotary positions
+    gate_name: str | None = None  # of the output gate's matrix; None: its rows are in q_proj
 
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class DecoderAttention(nn.Module):
         if not is_own:
             self.qkv_proj = build.query_linear("q_proj", hidden, heads, bias=bias)
         elif config.attention_gate:
-            self.qkv_proj = build.gated_qkv_linear(hidden, heads, bias=bias)
+            self.qkv_proj = build.gated_qkv_linear(hidden, heads, bias=bias, gate_name=self.gate_name)
         else:
             is_twice = config.keys_are_values and config.window_of(layer) is None
             self.qkv_proj = build.qkv_linear(hidden, heads, bias=bias, keys_are_values=is_twice, rope=rope)

@@ -38,6 +38,8 @@ class BaseModel(nn.Module):
         self._embedding_scale, self._logit_scale = config.embedding_scale, config.logit_scale
         self._logit_softcap, self._hidden = config.logit_softcap, config.hidden_size
         self.side: tuple[SideInputs | None] = (None,)  # in a tuple, so that it is not a child twice
+        # In a tuple likewise: the embedding table that a last stage keeps for a draft head; (): the model's embedding.
+        self.lent_table: tuple[TokenTable, ...] = ()
         self.head_adapters: LinearAdapters | None = None  # LoRA adapters of the output head
 
     def assemble(
