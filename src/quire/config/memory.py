@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config.adapter_memory import MANY_TOKENS, adapter_memory, host_adapter_memory
-from quire.config.attention_memory import attention_parts, biased_memory, chosen_memory, scratch_memory
+from quire.config.attention_memory import attention_parts, chosen_memory, scratch_memory
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
@@ -335,8 +335,6 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     if attention == "triton":
         widest += attention_parts(model, config) + scratch_memory(model, config, facts, has_triton=True)
     widest += chosen_memory(model, scheduler)
-    if config.device.device == "cpu":
-        widest += biased_memory(model, scheduler.max_model_len)
     if attention in IN_PLACE_BYTES:
         return widest + IN_PLACE_BYTES[attention]
     longest = scheduler.max_model_len * max(heads.kv_size for heads in model.all_heads) * kv_bytes
