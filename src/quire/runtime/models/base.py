@@ -14,8 +14,8 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
-from quire.runtime.layers.expert_adapters import ExpertGemm
 from quire.runtime.layers.draft_tokens import DraftTokens
+from quire.runtime.layers.expert_adapters import ExpertGemm
 from quire.runtime.layers.experts import SeparateExperts
 from quire.runtime.layers.latent import LatentAttention
 from quire.runtime.layers.linear import Linear
