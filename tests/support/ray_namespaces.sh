@@ -20,6 +20,7 @@ end() {
     rm -rf "$folder"
 }
 trap end EXIT
+trap 'exit 143' INT TERM  # some shells do not run the former then
 wait_for() {  # until a node has started
     for _ in $(seq 300); do
         grep -q "Ray runtime started" "$1" && return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 from hashlib import blake2b
@@ -20,6 +21,9 @@ from quire.runtime.loading.progress import Progress
 from quire.runtime.parallel.make import backend_of, make_ranks
 from quire.types.errors import ConfigError, EngineDead
 from quire.types.step import StepPlan
+
+_ROLL_CALL_SECONDS = 3.0  # that a rank may answer later than others when one is missed
+_FAILED_RANKS = re.compile(r"Ranks? ([\d, ]+) failed")  # what torch's monitored barrier says on rank 0
 
 
 class _NoCounter:
@@ -59,6 +63,7 @@ class TorchrunExecutor(SingleExecutor):
             dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
         ranks = make_ranks(place, backend, seconds, _NoCounter())
         self._meeting: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        self._roll_call: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         self._encoder, self._now, self._num_ranks = PlanEncoder(), 0.0, config.parallel.num_ranks
         super().__init__(
             job.files,
@@ -76,7 +81,12 @@ class TorchrunExecutor(SingleExecutor):
 
     def launch(self, plan: StepPlan) -> None:
         self._agree(plan)
-        super().launch(plan)
+        try:
+            super().launch(plan)
+        except RuntimeError as error:
+            if "gloo" not in str(error).lower():  # an error of this rank alone
+                raise
+            raise EngineDead(self._name_missing(f"in step {plan.step}", error)) from None
 
     def _agree(self, plan: StepPlan) -> None:
         """Compare the plan with those of the other ranks. Raises EngineDead if they differ or a rank is gone."""
@@ -88,14 +98,28 @@ class TorchrunExecutor(SingleExecutor):
         try:
             dist.all_gather(found, own, group=self._meeting)
         except RuntimeError as error:
-            raise EngineDead(
-                f"a rank is gone or hangs before step {plan.step}: {' '.join(str(error).split())}"
-            ) from None
+            raise EngineDead(self._name_missing(f"before step {plan.step}", error)) from None
         for rank, theirs in enumerate(found):
             if theirs[0] != found[0][0]:
                 reason = f"rank {rank} of {self._num_ranks} planned another step {plan.step} than rank 0"
                 raise EngineDead(f"{reason}: all ranks must make the same calls in the same order")
         self._now = float(found[0][1]) / 1e9
+
+    def _name_missing(self, when: str, error: RuntimeError) -> str:
+        """Return a text that names the ranks that do not answer any more. Only rank 0 hears all others."""
+        import torch.distributed as dist
+
+        limit, why = timedelta(seconds=_ROLL_CALL_SECONDS), f": {' '.join(str(error).split())}"
+        try:
+            dist.monitored_barrier(group=self._roll_call, timeout=limit, wait_all_ranks=True)
+        except RuntimeError as found:
+            if (missing := _FAILED_RANKS.search(str(found))) is not None:
+                ranks = missing[1].rstrip(", ")
+                many = "," in ranks
+                head = f"{'ranks' if many else 'rank'} {ranks} of {self._num_ranks} {'are' if many else 'is'} gone or"
+                return f"{head} {'hang' if many else 'hangs'} {when}{why}"
+            return f"a rank is gone or hangs {when}: rank 0 of {self._num_ranks} names it, or hangs itself{why}"
+        return f"a collective failed {when}, and all {self._num_ranks} ranks still answer{why}"
 
     def close(self) -> None:
         """Release what this executor made. A process group of the script stays."""
@@ -107,6 +131,7 @@ class TorchrunExecutor(SingleExecutor):
             meeting, self._meeting = self._meeting, None
             if meeting is not None:
                 self.ranks.close()
+                dist.destroy_process_group(self._roll_call)
                 dist.destroy_process_group(meeting)
                 if self._owns_world:
                     dist.destroy_process_group()

@@ -71,6 +71,45 @@ def test_every_rank_gets_the_outputs_of_one_process_including_adapters(tmp_path:
     assert others == [alone, alone]
 
 
+HALTS = """
+import os, signal, sys
+from quire import LLM, SamplingParams
+from quire.runtime.executor.torchrun import TorchrunExecutor
+model, out, where = sys.argv[1:]
+settings = {"executor": "torchrun", "tensor_parallel_size": 2, "rank_timeout": 5, "load_format": "dummy"}
+launch = TorchrunExecutor.launch
+def launch_or_halt(self, plan):
+    if plan.step == 6 and os.environ["RANK"] == "1":
+        with open(f"{out}/pid", "w") as file:
+            file.write(str(os.getpid()))
+        if where == "before":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self.ranks.tensor._group.all_reduce = lambda x: os.kill(os.getpid(), signal.SIGSTOP)
+    launch(self, plan)
+TorchrunExecutor.launch = launch_or_halt
+with LLM(model, **settings, dtype="float32", device="cpu", max_num_seqs=3, num_kv_blocks=64) as llm:
+    try:
+        llm.generate("a", SamplingParams(max_tokens=20, ignore_eos=True))
+    except Exception as error:
+        with open(f"{out}/error", "w") as file:
+            file.write(str(error))
+        os.kill(int(open(f"{out}/pid").read()), signal.SIGKILL)  # torchrun would wait for it
+"""
+
+
+@pytest.mark.parametrize("where", ["before", "in"])
+def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path, where: str) -> None:
+    model, script = write_tiny_model(tmp_path / "model"), tmp_path / "script.py"
+    script.write_text(HALTS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    found = subprocess.run(
+        [*torchrun, str(script), str(model), str(tmp_path), where], env=environment, check=False, timeout=300
+    )
+    assert found.returncode, "torchrun must report the rank that was killed"
+    assert f"rank 1 of 2 is gone or hangs {where} step 6" in (tmp_path / "error").read_text()
+
+
 def test_processes_that_torchrun_did_not_start_are_refused() -> None:
     config = ParallelConfig(2, executor="torchrun")
     check_torchrun(config, 2)
