@@ -3,8 +3,8 @@
     python -m benchmarks.control_message --rows 256 --ranks 1,2,4
 
 The load is steady: every row decodes, and gets a block every `block size` steps. A rank is a process that waits for
-messages like a real rank, decodes the plan and records the time. All times start before the plan is encoded, and are
-measured with the clock that all processes share:
+messages like a real rank and records the time. All times start before the plan is encoded, and are measured with the
+clock that all processes share. Every plan is sent twice. The first time, a rank only takes the message:
 
 - encode: until the engine's thread has the message. In a loop: without the pauses between steps, in which caches become
   cold.
@@ -12,6 +12,11 @@ measured with the clock that all processes share:
   `--sockets`: until it is in the sockets of all ranks, as between machines and without the compiled kernels.
 - delivered: until the last rank has the bytes. Waking it quickly needs a core for each rank, and a machine without
   other work.
+
+The second time, a rank decodes the message at once, as a real rank does:
+
+- behind others: until the last rank has the bytes. With fewer cores than ranks, it gets them only after other ranks on
+  its core have decoded the plan; otherwise this is the same as "delivered".
 - decoded: until the last rank has decoded the plan.
 - engine's CPU, rank's CPU: processor time of the engine's thread until the message is handed over, including waking
   ranks, and of the slowest rank from waiting for the message to having decoded it. Other work on the machine hardly
@@ -42,7 +47,7 @@ from quire.runtime.executor.rings import EngineRings, RankRings, rings_bytes
 from quire.types.step import StepPlan
 
 BLOCK_SIZE = 16
-COLUMNS = ("encode", "handed over", "delivered", "decoded", "engine's CPU", "rank's CPU")
+COLUMNS = ("encode", "handed over", "delivered", "behind others", "decoded", "engine's CPU", "rank's CPU")
 TIMES = struct.Struct("<QQQ")  # nanoseconds: received, decoded, and of CPU
 
 
@@ -60,16 +65,17 @@ def make_plans(num_rows: int, num_steps: int, *, together: bool) -> list[StepPla
 
 
 def serve_rank(rank: int, num_ranks: int, descriptor: int, rings: int) -> None:
-    """Act as a rank: answer each plan with the times at which its bytes had arrived and it was decoded. `rings`: file
-    descriptor of the message rings; below 0: messages come through the socket."""
+    """Act as a rank: answer each message with the times at which its bytes had arrived and, if it is a plan, it was
+    decoded. `rings`: file descriptor of the message rings; below 0: messages come through the socket."""
     channel, decoder = Channel(socket.socket(fileno=descriptor)), PlanDecoder()
     line = channel if rings < 0 else RankRings(channel, mmap.mmap(rings, 0), num_ranks, rank)
     assert line.receive() is not None  # the start
     channel.send(Kind.READY)
     used = time.thread_time_ns()
-    while (message := line.receive()) is not None and message.kind is Kind.PLAN:
+    while (message := line.receive()) is not None and message.kind is not Kind.STOP:
         received = time.monotonic_ns()
-        decoder.decode(message.data)
+        if message.kind is Kind.PLAN:
+            decoder.decode(message.data)
         line.send(Kind.RESULT, TIMES.pack(received, time.monotonic_ns(), time.thread_time_ns() - used))
         used = time.thread_time_ns()
 
@@ -119,15 +125,19 @@ class Ranks:
             channel.close()
 
 
-def measure(ranks: Ranks, plans: list[StepPlan], pause: Callable[[], None]) -> list[tuple[float, ...]]:
-    """Return, for every plan, its bytes and the microseconds of COLUMNS."""
+def measure(
+    ranks: Ranks, kind: Kind, plans: list[StepPlan], pause: Callable[[], None]
+) -> list[tuple[int, float, float, float, float, float, float]]:
+    """Send plans as messages of a kind: ranks decode a PLAN, and only take a REPORT. Returns, for every plan, its bytes
+    and the microseconds until it was encoded, handed over, received by all and answered by all, of the engine's CPU
+    and of the slowest rank's CPU."""
     encoder, found = PlanEncoder(), []
     for plan in plans:
         pause()  # so that ranks wait, as between two steps
         used, begin = time.thread_time_ns(), time.monotonic_ns()
         payload = encoder.encode(plan)
         encoded = time.monotonic_ns()
-        ranks.send(Kind.PLAN, payload)
+        ranks.send(kind, payload)
         handed, used = time.monotonic_ns(), time.thread_time_ns() - used
         times = [TIMES.unpack(data) for data in ranks.receive()]
         received, known, theirs_used = (max(column) for column in zip(*times, strict=True))
@@ -163,15 +173,18 @@ def main() -> None:
     plans = make_plans(options.rows, options.steps, together=options.together)
     print(f"{options.rows} rows decode; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; medians and p10")
     print(f"encode in a loop: {encode_in_a_loop(plans):.1f} us")
-    print(f"{'ranks':>5} {'bytes':>6} {'most':>6}" + "".join(f"{name + ' us':>16}" for name in COLUMNS))
+    print(f"{'ranks':>5} {'bytes':>6} {'most':>6}" + "".join(f"{name + ' us':>18}" for name in COLUMNS))
     for num_ranks in map(int, options.ranks.split(",")):
         ranks = Ranks(num_ranks, sockets=options.sockets)
-        columns = list(zip(*measure(ranks, plans, lambda: time.sleep(options.pause)), strict=True))
+        taken, decoded = (
+            list(zip(*measure(ranks, kind, plans, lambda: time.sleep(options.pause)), strict=True))
+            for kind in (Kind.REPORT, Kind.PLAN)
+        )
         ranks.close()
-        texts = [f"{statistics.median(column):.1f} {np.percentile(column, 10):.1f}" for column in columns[1:]]
-        sizes = columns[0]
+        sizes, *columns = *taken[:4], *decoded[3:]
+        texts = [f"{statistics.median(column):.1f} {np.percentile(column, 10):.1f}" for column in columns]
         head = f"{num_ranks:>5} {statistics.median(sizes):>6.0f} {max(sizes):>6}"
-        print(head + "".join(f"{text:>16}" for text in texts))
+        print(head + "".join(f"{text:>18}" for text in texts))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class SingleExecutor:
 
         def load_counted(files: ModelFiles, model_config: ModelConfig, builder: LayerBuilder) -> BaseModel:
             model = load(files, model_config, builder, standby)
-            self._weight_bytes += tensor_bytes(model)
+            self._weight_bytes += tensor_bytes(model, apart=ranks)  # ranks share memory for their sums
             return model
 
         try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from quire.runtime.object_tensors import reachable_tensors
 
 
-def tensor_bytes(root: object) -> int:
-    """Return the bytes of all tensors that can be reached from an object. Shared memory counts once. Parameters and
-    buffers would not be enough, as layers keep packed weights in other objects."""
+def tensor_bytes(root: object, apart: object = None) -> int:
+    """Return the bytes of all tensors that can be reached from an object, except those that can be reached from
+    `apart`. Shared memory counts once. Parameters and buffers would not be enough, as layers keep packed weights in
+    other objects."""
     storages: dict[int, int] = {}
     for tensor in reachable_tensors(root):
         if tensor.is_mkldnn:  # packed by oneDNN: its storage is not accessible
@@ -15,4 +16,6 @@ def tensor_bytes(root: object) -> int:
         elif tensor.device.type != "meta":
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
+    for tensor in reachable_tensors(apart):
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(storages.values())
