@@ -173,7 +173,7 @@ def test_a_head_that_does_not_fit_the_model_is_refused(head: ModelConfig, target
     [
         ({"host_cache_memory": "64MiB"}, "tiers behind the device"),
         ({"kv_layout": "virtual", "block_size": 64}, "kv_layout is 'virtual'"),
-        ({"tensor_parallel_size": 2}, "2 ranks share it"),
+        ({"pipeline_parallel_size": 2}, "divided into 2 pipeline stages"),
     ],
 )
 def test_settings_that_leave_no_hidden_states_are_refused(settings: dict[str, Any], words: str) -> None:
