@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 # In Triton's interpreter, families whose layers run by kernels that another one has too: the table runs them, and the
 # suite with QUIRE_TEST_WHOLE or on a GPU.
 SAME_KERNELS = {
+    "afmoe": "glm4_moe",
     "apertus": "qwen3",
     "arcee": "nemotron",
     "bamba": "granitemoehybrid",
@@ -35,6 +36,7 @@ SAME_KERNELS = {
     "granitemoe": "mixtral",
     "granitemoeshared": "mixtral",
     "helium": "llama",
+    "hyperclovax": "glm4",
     "idefics3": "llama",
     "hunyuan_v1_moe": "hunyuan_v1_dense",
     "internlm2": "llama",
@@ -42,6 +44,7 @@ SAME_KERNELS = {
     "cohere2_vision": "cohere2",
     "lfm2": "lfm2_moe",
     "mimo": "starcoder2",
+    "minicpm3": "deepseek_v3",
     "minimax_m2": "glm4_moe",
     "ministral": "mixtral",
     "mistral": "mixtral",

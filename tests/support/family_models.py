@@ -61,6 +61,11 @@ SIGLIP = {
 }  # fmt: skip
 # What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
+    "afmoe": {
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1,
+        "num_shared_experts": 2, "route_scale": 2.5, "sliding_window": 9, "global_attn_every_n_layers": 2,
+        "mup_enabled": True,
+    },
     "apertus": {},
     "arcee": {"head_dim": 16},
     "bloom": {"num_key_value_heads": ..., "intermediate_size": ..., "max_position_embeddings": ...},
@@ -159,6 +164,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {
         "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "num_dense_layers": 1, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "pad_token_id": 0,
+    },
+    "hyperclovax": {**GRANITE, "head_dim": 16},
+    "minicpm3": {
+        **LATENT, "moe_intermediate_size": ..., "q_lora_rank": 24, "scale_emb": 3.0, "scale_depth": 0.9,
+        "dim_model_base": 32, "rope_scaling": {
+            "rope_type": "longrope", "original_max_position_embeddings": 512,
+            "short_factor": [1.0, 1.25, 2.0, 3.5], "long_factor": [1.0, 1.25, 2.0, 3.5],
+        },
     },
     "helium": {"head_dim": 16, "pad_token_id": 0},
     "hunyuan_v1_dense": {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},

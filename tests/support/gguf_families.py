@@ -122,6 +122,17 @@ def glm_moe_settings(config: Any) -> dict[str, object]:
     }  # fmt: skip
 
 
+def afmoe_settings(config: Any) -> dict[str, object]:
+    return {
+        **llama_settings(config), **whole_heads(config), **expert_settings(config),
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.num_shared_experts,
+        "leading_dense_block_count": config.num_dense_layers,
+        "expert_weights_scale": config.route_scale,
+        "attention.sliding_window": config.sliding_window,
+    }  # fmt: skip
+
+
 def ernie_moe_settings(config: Any) -> dict[str, object]:
     return {
         **decoder_settings(config), "expert_count": config.moe_num_experts, "expert_used_count": config.moe_k,
@@ -382,6 +393,9 @@ LAYOUTS: dict[str, Layout] = {
     "glm4_moe": Layout("glm4moe", glm_moe_settings),
     "glm4_moe-air": Layout("glm4moe", glm_moe_settings, changes={"use_qk_norm": False}),
     "ernie4_5_moe": Layout("ernie4_5-moe", ernie_moe_settings, vectors),
+    "afmoe": Layout(
+        "afmoe", afmoe_settings, vectors, {"num_hidden_layers": 5, "global_attn_every_n_layers": 4, "route_scale": 2.5}
+    ),
     "dots1": Layout("dots1", glm_moe_settings, changes={"sliding_window": None}),
     "minimax_m2": Layout("minimax-m2", minimax_settings),
     "olmoe": Layout("olmoe", lambda config: {**decoder_settings(config), **expert_settings(config)}),

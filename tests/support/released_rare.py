@@ -4,7 +4,37 @@ from __future__ import annotations
 
 from released_dense import Settings
 
+# By which MiniCPM 3 divides its frequencies, in short and in long texts.
+MINICPM3_FACTORS = [
+    1.0591234137867171, 1.1241891283591912, 1.2596935748670968, 1.5380380402321725, 2.093982484148734,
+    3.1446935121267696, 4.937952647693647, 7.524541999994549, 10.475458000005451, 13.062047352306353, 14.85530648787323,
+    15.906017515851266, 16.461961959767827, 16.740306425132907, 16.87581087164081, 16.940876586213283,
+]  # fmt: skip
 RARE: dict[str, Settings] = {
+    "HyperCLOVAX-SEED-Think-14B": {
+        "architectures": ["HyperCLOVAXForCausalLM"], "model_type": "hyperclovax", "hidden_size": 6144,
+        "intermediate_size": 14336, "num_hidden_layers": 38, "vocab_size": 110592, "num_attention_heads": 48,
+        "num_key_value_heads": 8, "head_dim": 128, "attention_bias": False, "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 10.0, "hidden_act": "silu", "logits_scaling": 0.125, "max_position_embeddings": 131072,
+        "mlp_bias": False, "residual_multiplier": 1.0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta":
+        100000000, "tie_word_embeddings": False, "use_post_norm": True, "pretraining_tp": 1},
+    "MiniCPM3-4B": {
+        "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "hidden_size": 2560, "intermediate_size":
+        6400, "num_hidden_layers": 62, "vocab_size": 73448, "num_attention_heads": 40, "num_key_value_heads": 40,
+        "attention_bias": False, "bos_token_id": 1, "dim_model_base": 256, "eos_token_id": [2, 73440], "hidden_act":
+        "silu", "kv_lora_rank": 256, "max_position_embeddings": 32768, "q_lora_rank": 768, "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32, "rms_norm_eps": 1e-05, "rope_scaling": {"type": "longrope", "long_factor":
+        MINICPM3_FACTORS, "short_factor": MINICPM3_FACTORS, "original_max_position_embeddings": 32768},
+        "scale_depth": 1.4, "scale_emb": 12},
+    "Trinity-Mini": {
+        "architectures": ["AfmoeForCausalLM"], "model_type": "afmoe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 32, "vocab_size": 200192, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim":
+        128, "global_attn_every_n_layers": 4, "hidden_act": "silu", "layer_types": (["sliding_attention"] * 3 +
+        ["full_attention"]) * 8, "load_balance_coeff": 0.001, "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1024, "mup_enabled": True, "n_group": 1, "num_dense_layers": 2, "num_expert_groups": 1,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_limited_groups": 1, "num_shared_experts": 1, "rms_norm_eps":
+        1e-05, "rope_scaling": None, "rope_theta": 10000, "route_norm": True, "route_scale": 2.826, "score_func":
+        "sigmoid", "sliding_window": 2048, "tie_word_embeddings": False, "topk_group": 1, "use_grouped_mm": True},
     "granite-4.0-micro": {
         "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 2560,
         "intermediate_size": 8192, "num_hidden_layers": 40, "vocab_size": 100352, "num_attention_heads": 40,

@@ -168,10 +168,14 @@ class LayerBuilder:
         outputs, each = zip(names, (queries, keys, keys), strict=True), (stored, stored, SAME_LAYOUT)
         return Linear(inputs, dict(outputs), bias, self._gemm, self.placement, dict(zip(names, each, strict=True)))
 
-    def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
-        """Build the layer for queries, keys, values and the logits of the output gate. Checkpoints store a head's gate
-        rows after its query rows."""
+    def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool, gate_name: str | None = None) -> Linear:
+        """Build the layer for queries, keys, values and the logits of the output gate. `gate_name`: the gate's matrix;
+        None: q_proj has the gate rows of each head after its query rows."""
         keys, own = self._splits.kv(heads), self._splits.heads(heads)
+        if gate_name is not None:
+            queries = self._splits.query(heads)
+            parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys, gate_name: queries}
+            return Linear(inputs, parts, bias, self._gemm, self.placement)
         outputs = {"q_proj": self._splits.query(heads, 2 * heads.dim), "k_proj": keys, "v_proj": keys}
         query, gate = torch.arange(2 * own.query_size).view(own.num_query, 2, own.dim).transpose(0, 1).flatten(1)
         order = torch.cat((query, torch.arange(2 * own.query_size, 2 * (own.query_size + own.kv_size)), gate))

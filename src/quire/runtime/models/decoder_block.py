@@ -30,7 +30,7 @@ class DecoderBlock(nn.Module):
     norm_offset = 0.0  # checkpoints store the weights of RMS norms minus this
     layer_norms: LayerNormKind | None = None  # None: RMS norms
     mlp_names = GATED
-    attention: type[DecoderAttention] = DecoderAttention
+    attention: type[nn.Module] = DecoderAttention
 
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ def read_deepseek_v3(config: Fields) -> ModelConfig:
 
 
 def read_latent_decoder(
-    config: Fields, name: str, max_position: int, *, experts: Experts, in_pairs: bool = True,
+    config: Fields, name: str, max_position: int, *, experts: Experts | None, in_pairs: bool = True,
     more: tuple[str, ...] = (), **fields: Any,
 ) -> ModelConfig:  # fmt: skip
     """Read the config of a decoder with latent attention. `more`: further parameters of its rotary positions. `fields`:

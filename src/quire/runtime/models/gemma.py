@@ -15,6 +15,8 @@ from quire.config.fields import Fields
 from quire.config.model import ModelConfig
 from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.experts import MoEMLP
+from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import PostNormed, Projected, Stream, Value
@@ -61,8 +63,11 @@ class GemmaBlock(nn.Module):
         self.self_attn = self.attention(config, layer, build)
         self.post_attention_layernorm = norm("post_attention_layernorm")
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
-        self.mlp = build.gated_mlp(config.hidden_size, config.mlp_size_of(layer), config.activation, bias=False)
+        self.mlp = self.make_mlp(config, layer, build)
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
+
+    def make_mlp(self, config: ModelConfig, layer: int, build: LayerBuilder) -> GatedMLP | MoEMLP:
+        return build.gated_mlp(config.hidden_size, config.mlp_size_of(layer), config.activation, bias=False)
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         x.add(self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), step)))

@@ -33,7 +33,7 @@ _ELSEWHERE = ("max_position_embeddings", "partial_rotary_factor")
 
 
 def read_glm4_moe_lite(config: Fields) -> ModelConfig:
-    given = _with_usual(config, LITE_SIZES)
+    given = with_usual(config, LITE_SIZES)
     return read_latent_decoder(
         given, "glm4_moe_lite", 202_752, in_pairs=config.flag("rope_interleave", True),
         experts=read_sigmoid_experts(config, LITE_EXPERTS, read_dense_layers(config, 1)),
@@ -46,7 +46,7 @@ def read_deepseek_v32(config: Fields) -> ModelConfig:
 
 
 def read_glm_moe_dsa(config: Fields) -> ModelConfig:
-    given = _with_usual(config, GLM_SIZES)
+    given = with_usual(config, GLM_SIZES)
     return _read_indexed(given, "glm_moe_dsa", 202_752, read_indexer(given, num_heads=32, in_pairs=True))
 
 
@@ -101,7 +101,7 @@ def read_mistral4(config: Fields) -> ModelConfig:
             raise config.refuse("qk_nope_head_dim", "must be even where queries are scaled by their position")
     others = {key: value for key, value in given.items() if key not in _ELSEWHERE}
     return read_latent_decoder(
-        _with_usual(config.changed({"rope_parameters": others}), MISTRAL_SIZES), "mistral4", 1_048_576,
+        with_usual(config.changed({"rope_parameters": others}), MISTRAL_SIZES), "mistral4", 1_048_576,
         in_pairs=config.flag("rope_interleave", True), experts=_read_softmax_experts(config),
         more=(QUERY_SCALE, LENGTH),
     )  # fmt: skip
@@ -123,7 +123,7 @@ def _read_softmax_experts(config: Fields) -> Experts:
     return check_experts(config, experts, ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
 
 
-def _with_usual(config: Fields, usual: Mapping[str, object]) -> Fields:
+def with_usual(config: Fields, usual: Mapping[str, object]) -> Fields:
     """Return the settings with defaults for missing keys."""
     return config.changed({key: value for key, value in usual.items() if key not in config.values})
 

@@ -44,6 +44,14 @@ class MixtralBlock(nn.Module):
         x.add(self.block_sparse_moe(self.post_attention_layernorm(x)), scale=self._scale)
 
 
+def mlp_or_experts(config: ModelConfig, layer: int, build: LayerBuilder, router: str = "gate") -> GatedMLP | MoEMLP:
+    """Build the experts of a layer, or its plain MLP if it has none. `router`: its name in checkpoints."""
+    assert config.experts is not None
+    if layer in config.experts.dense_layers:
+        return build.gated_mlp(config.hidden_size, config.intermediate_size, config.activation, bias=False)
+    return build.experts.moe_mlp(config, router=router)
+
+
 class QwenMoeBlock(nn.Module):
     """Attention and experts. The layers in `dense_layers` have a plain MLP instead."""
 
@@ -52,16 +60,11 @@ class QwenMoeBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
-        hidden, eps, experts = config.hidden_size, config.norm_eps, config.experts
-        assert experts is not None
+        hidden, eps = config.hidden_size, config.norm_eps
         self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
         self.self_attn = self.attention(config, layer, build)
         self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
-        self.mlp: GatedMLP | MoEMLP
-        if layer in experts.dense_layers:
-            self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=False)
-        else:
-            self.mlp = build.experts.moe_mlp(config, router=self.router)
+        self.mlp = mlp_or_experts(config, layer, build, self.router)
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         x.add(self.self_attn(self.input_layernorm(x), step))
