@@ -113,6 +113,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma3n_text": {
+        "head_dim": 16, "sliding_window": 9, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB - 5, "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.7, 0.0],
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
     "gemma4_text": {  # like E2B and E4B: heads twice as large, some layers read the keys of others
         "head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,

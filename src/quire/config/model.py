@@ -237,6 +237,10 @@ class ModelConfig:
     token_size: int = 0  # of embeddings that are projected to the hidden size, and back in front of the head; 0: none
     norms_last: bool = False  # layer norms follow the residual additions, and the last block has no norm behind it
     per_layer_input: int = 0  # size of the per-layer embedding that each layer reads besides the residual
+    per_layer_vocab: int = 0  # tokens with such an embedding; others have that of token 0; 0: all
+    streams: int = 1  # residual streams, of which layers read the first and change all (AltUp)
+    laurel_rank: int = 0  # of a residual addition of low rank beside attention (LAuReL); 0: none
+    sparsity: tuple[float, ...] = ()  # per layer: share of an MLP's gates that are cut to zero; (): none
     double_wide: bool = False  # layers that read another layer's keys have an MLP of twice the size
     attention_scale: float | None = None  # None: 1 / sqrt(heads.dim)
     attention_softcap: float | None = None
@@ -274,6 +278,11 @@ class ModelConfig:
         return self.token_size or self.hidden_size
 
     @property
+    def stream_size(self) -> int:
+        """Elements of a token in all residual streams."""
+        return self.streams * self.hidden_size
+
+    @property
     def layers(self) -> range:
         """The layers of this stage; without stages, all layers."""
         return range(*self.stage) if self.stage is not None else range(self.num_layers)
@@ -309,6 +318,9 @@ class ModelConfig:
     def kv_layer_of(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads."""
         return self.kv_layers[layer] if self.kv_layers else layer
+
+    def sparsity_of(self, layer: int) -> float:
+        return self.sparsity[layer] if self.sparsity else 0.0
 
     def mlp_size_of(self, layer: int) -> int:
         is_wide = self.double_wide and self.kv_layer_of(layer) != layer

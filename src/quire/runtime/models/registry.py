@@ -120,6 +120,13 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "gemma3_text": Entry(
         "gemma", "GEMMA3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), in_gguf=True, gguf_name="gemma3"
     ),
+    "gemma3n_text": Entry(
+        "gemma3n",
+        "GEMMA3N",
+        ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        in_gguf=True,
+        gguf_name="gemma3n",
+    ),
     "gemma4_text": Entry(
         "gemma4", "GEMMA4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), in_gguf=True, gguf_name="gemma4"
     ),

@@ -27,7 +27,7 @@ def keep_stage(model: BaseModel, config: ModelConfig, dtype: torch.dtype) -> Non
             kept += [layer for layer in model.modules() if layer is getattr(head, "table", None)]
         _remove(model, [path for path, _ in _layers_outside(model, kept)])
         beside = config.num_layers * config.per_layer_input
-        table = ReceivedStream(config.hidden_size, beside, dtype)
+        table = ReceivedStream(config.stream_size, beside, dtype)
     if not config.is_last_stage:
         _remove(model, [path for path, module in model.named_modules() if any(module is part for part in behind)])
         norm, head, labels = Absent(), Absent(), None
