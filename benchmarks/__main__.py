@@ -16,7 +16,7 @@ from benchmarks.report import ROOT
 # name: (what it shows, arguments for a run that needs nothing else)
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "control_plane": (
-        "microseconds of Python per step, no model: steady and churning loads, bursts, policies, grammars, drafts",
+        "microseconds of Python per step, no model: steady, churning and short requests, bursts, policies, drafts",
         (),
     ),
     "control_message": ("bytes and microseconds of the control message of a step to 1, 2 and 4 ranks, no model", ()),

@@ -3,11 +3,14 @@ measures their own time."""
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -26,9 +29,13 @@ from quire.engine.speculation.registry import make_proposers
 from quire.runtime.loading.catalogue import DEFAULT
 from quire.runtime.loading.progress import silent
 from quire.runtime.loading.resolve import resolve_model
+from quire.serving.batch import Batch, Feed, PausedCollections
+from quire.serving.client import InProcessClient
+from quire.serving.requests import RequestMaker, read_prompts
 from quire.serving.text.structure import Structure, grammar_of
 from quire.serving.text.token_table import vocabulary_of
 from quire.serving.text.tokenizer import load_tokenizer
+from quire.types.output import TokensOut
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Bits, Ints, Masks, StepPlan, StepResult
@@ -143,6 +150,79 @@ def burst(prefix: int, count: int, own_tokens: int = 24) -> list[int]:
     for number in range(count):
         engine.submit(str(number), [*system, *[5_000 + number] * own_tokens], 8)
     return engine.drain()
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRequests:
+    """Nanoseconds that short requests take in one call of the offline API: all, and the parts of the engine."""
+
+    whole: int
+    submission: int
+    steps: int
+
+
+class AutomaticCollections(PausedCollections):
+    """While entered, Python collects garbage by itself, in a process that has imported torch."""
+
+    def __enter__(self) -> Self:
+        import torch  # noqa: F401 - LLM imports it; most objects of its process are torch's
+
+        gc.unfreeze()
+        gc.enable()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        gc.disable()
+
+    def collect(self) -> None:
+        """Do nothing."""
+
+
+def short_requests(count: int, collections: type[PausedCollections] = PausedCollections) -> ShortRequests:
+    """Answer `count` requests, 20 to 200 tokens in and 1 to 8 out, as one call of `LLM.generate` does with prompts of
+    token ids, over an executor that answers at once, two steps in flight."""
+    rng = random.Random(80)
+    prompts = [[rng.randint(10, 9_000) for _ in range(rng.randint(20, 200))] for _ in range(count)]
+    sampling = [SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 8), detokenize=False) for _ in prompts]
+    executor, cache = InstantExecutor(2), CacheConfig(BLOCK_SIZE, 16 * count)
+    client = _TimedClient(EngineCore(executor, cache, SchedulerConfig(512, 16_384, 4_096), VOCAB))
+    maker = RequestMaker(None, (END_ID,))
+    with collections() as garbage:
+        start = CLOCK.now_ns()
+        read, batch = read_prompts(prompts), Batch(client, None)
+        feed = Feed(batch, read, lambda part: maker.make(read[part], sampling[part]))
+        feed.submit_first(client.config)
+        while batch.is_live:
+            batch.step()
+            feed.submit_some()
+            garbage.collect()
+        outputs = batch.outputs
+    whole = CLOCK.now_ns() - start - executor.spent_ns
+    if [len(each.outputs[0].token_ids) for each in outputs] != [each.max_tokens for each in sampling]:
+        raise SystemExit("not every request was answered")
+    client.close()
+    return ShortRequests(whole, client.submission_ns, client.receive_ns - executor.spent_ns)
+
+
+class _TimedClient(InProcessClient):
+    """Measures the nanoseconds of submissions and steps."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core)
+        self.config = core.config
+        self.submission_ns = self.receive_ns = 0
+
+    def submit(self, request: Submit) -> int:
+        start = CLOCK.now_ns()
+        handle = super().submit(request)
+        self.submission_ns += CLOCK.now_ns() - start
+        return handle
+
+    def receive(self) -> TokensOut:
+        start = CLOCK.now_ns()
+        out = super().receive()
+        self.receive_ns += CLOCK.now_ns() - start
+        return out
 
 
 def blocked_head(running: int, length: int) -> tuple[list[int], list[int]]:

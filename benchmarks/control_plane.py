@@ -18,6 +18,9 @@ Loads, at block size 16:
   a step takes longer, although threads compute the masks meanwhile. `no device`: over a device that takes no time.
 - ngram: 256 sequences with n-gram speculation whose answers repeat a token, or never repeat anything.
 - submission: one request of 128 tokens on average.
+- short: one of 1,500 requests that arrive at once, 20 to 200 tokens in and 1 to 8 out, in one call of the offline API:
+  the whole of it, and its parts in the engine, submission and steps. The lowest of five calls. `automatic collections`:
+  the mean of ten calls if Python collected garbage by itself, in a process with torch.
 --cpu-time measures the CPU time of the engine's thread instead of wall time. It excludes the time in which other
 programs have its core, but not the effect of cold caches. The grammar load is always measured by wall time. --strict
 exits 1 when a goal is missed.
@@ -36,12 +39,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.control_loads import BLOCK_SIZE, Crowd, blocked_head, burst, grammar_rows, ngram_rows
+from benchmarks.control_loads import (
+    BLOCK_SIZE,
+    AutomaticCollections,
+    Crowd,
+    blocked_head,
+    burst,
+    grammar_rows,
+    ngram_rows,
+    short_requests,
+)
 from benchmarks.executors import CLOCK
 from benchmarks.report import facts, publish, save
 from quire.config.policy import POLICY_NAMES, RESERVING
 
-LOADS = ("steady", "churn", "burst", "blocked", "policies", "grammar", "ngram", "submission")
+LOADS = ("steady", "churn", "burst", "blocked", "policies", "grammar", "ngram", "submission", "short")
 REGEX = "[a-z ]{200,4000}"
 DEVICE_MS = 12.0  # step time of the device in the grammar load
 ROUNDS = 5  # repeats of loads that take only a few steps
@@ -159,6 +171,25 @@ class Measures:
         crowd = Crowd(512, self._steps, churn=True)
         self._own(crowd)
         return [cost("submission", 512, crowd.engine.submitting, 40.0)]
+
+    def short(self) -> list[Cost]:
+        count = 1_500
+        rounds = [short_requests(count) for _ in range(ROUNDS)]
+        parts = {"": "whole", ", submission": "submission", ", steps": "steps"}
+        found = []
+        for name, part in parts.items():
+            own = cost("", count, [getattr(each, part) // count for each in rounds])
+            least = min(getattr(each, part) for each in rounds) / count / 1e3
+            name = f"short requests{name}"
+            found.append(Cost(name, count, own.median_us, own.p99_us, own.longest_us, least, "us a request, lowest"))
+        rounds = [short_requests(count, AutomaticCollections) for _ in range(2 * ROUNDS)]
+        own = cost("", count, [each.whole // count for each in rounds])
+        mean, name = (
+            statistics.mean(each.whole for each in rounds) / count / 1e3,
+            "short requests, automatic collections",
+        )
+        found.append(Cost(name, count, own.median_us, own.p99_us, own.longest_us, mean, "us a request, mean"))
+        return found
 
 
 def profile(load: str, running: int, steps: int) -> None:

@@ -106,6 +106,26 @@ def test_ranks_that_share_a_model_share_its_head(name: str, expert: bool, case_o
     assert stats.accepted_tokens > 0.9 * stats.drafted_tokens > 0
 
 
+@pytest.mark.parametrize(("name", "stages"), [("deepseek_v3", 2), ("glm4_moe", 3), ("mimo", 3), ("ernie4_5_moe", 2)])
+def test_the_last_stage_of_a_pipeline_drafts_by_the_head(name: str, stages: int, case_of: Any) -> None:
+    """It keeps the embedding and reads its own last hidden states."""
+    case, asked = case_of(name), prompts(5, 40, seed=4)
+    plain = engine(case, drafts=False).answers(asked, max_tokens=16)
+    made = engine(case, stages=stages, budget=7, rows=4, block_size=4, max_len=100)
+    drafts = record(made)
+    for _ in range(2):
+        assert made.answers(asked, max_tokens=16) == plain
+    assert made.core.stats().prefix_hits > 0
+    made.executor.close()
+    tight = engine(case, stages=stages, num_blocks=28, rows=5, max_len=100)
+    drafts += (tail := record(tight))
+    assert tight.answers(asked, max_tokens=16) == plain
+    assert tight.core.stats().preemptions > 0
+    tight.executor.check()
+    tight.executor.close()
+    check(case, drafts[:40] + tail[:40])
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "glm4_moe"])
 def test_prompts_in_chunks_prefix_hits_and_preemption_leave_the_head_what_it_reads(name: str, case_of: Any) -> None:
     case, asked = case_of(name), prompts(5, 40, seed=4)

@@ -98,7 +98,7 @@ def test_prompt_logprobs_and_logprobs_come_from_the_last_stage() -> None:
 
 def test_drafts_by_layers_of_the_model_are_refused_by_name() -> None:
     made = TinyEngine(TARGET, {"method": "self_draft", "num_layers": 1})
-    with pytest.raises(ConfigError, match="'self_draft' is not supported with several") as refusal:
+    with pytest.raises(ConfigError, match="'self_draft' needs the first layers and the output head") as refusal:
         staged_config(TARGET.config, made.config, 2)
     assert refusal.value.setting == "speculative_config.method"
 

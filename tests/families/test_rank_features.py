@@ -129,3 +129,18 @@ def test_ranks_with_everything_at_once_give_the_tokens_of_one_process(
     assert stats.preemptions
     assert stats.prefix_hits
     assert stats.drafted_tokens or model.name == "qwen3_next"  # whose drafts do not pay here
+
+
+@pytest.mark.parametrize("shape", SHAPES if WHOLE else ["tp2-pp2"])
+def test_so_do_ranks_of_the_last_stage_that_draft_by_a_model(model: Model, expected: list[Any], shape: str) -> None:
+    """The model itself, whose drafts are accepted."""
+    if model.name == "qwen3_next":
+        pytest.skip("recurrent layers cannot draft")
+    tensor, pipeline = SHAPES[shape]
+    ranks: dict[str, Any] = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    ranks["num_kv_blocks"] = BLOCKS.get(model.name, HARD["num_kv_blocks"])
+    ranks["speculative_config"] = {"method": "draft_model", "model": str(model.path), "num_speculative_tokens": 3}
+    found, stats = answers(model, **(HARD | ranks))
+    assert found == expected
+    assert stats.preemptions
+    assert stats.accepted_tokens

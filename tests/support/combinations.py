@@ -116,7 +116,9 @@ def random_combination(seed: int, model: ModelConfig, *, has_head: bool = False)
         write = rng.choice(["back", "through"])
         made.others["tiers"] = TierConfig(host_blocks=rng.choice([8, 64, 400]), write=write)
         made.has_disk = rng.random() < 0.4
-    made.speculation = None if made.is_staged else _random_speculation(rng, model, has_head=has_head)
+    made.speculation = _random_speculation(rng, model, has_head=has_head)
+    if made.is_staged and made.speculation is not None and made.speculation["method"] == "self_draft":
+        made.speculation = None
     made.has_adapter = rng.random() < 0.3
     made.has_grammars = rng.random() < 0.35
     made.standby = rng.choice([0.0, 0.0, 0.02, 0.08])

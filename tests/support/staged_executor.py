@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from queue import Empty, Queue
 from typing import Any
 
@@ -24,6 +25,7 @@ from quire.runtime.models.build import build_model
 from quire.runtime.parallel.group import ONE_RANK
 from quire.runtime.parallel.ranks import Ranks
 from quire.runtime.sampling.make import make_sampler
+from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import make_tiers
 from quire.runtime.worker.adapters import make_adapters
 from quire.runtime.worker.runner import StepOutput
@@ -42,6 +44,11 @@ def load_model(checkpoint: MemoryCheckpoint, builder: LayerBuilder, config: Mode
     return model
 
 
+def load_draft(draft: MemoryCheckpoint | None, _: ModelConfig, builder: LayerBuilder) -> BaseModel:
+    assert draft is not None
+    return load_model(draft, builder)
+
+
 def sampler_of(config: EngineConfig, model: ModelConfig, builder: LayerBuilder) -> Any:
     scheduler, device = config.scheduler, torch.device(config.device.device)
     return make_sampler(scheduler.num_rows, model.vocab_size, device, builder.backend.kernels, scheduler.num_samples)
@@ -53,17 +60,20 @@ def make_workers(
     num_stages: int,
     sampler: Any = None,
     groups: Sequence[LocalGroup] | None = None,
+    draft: MemoryCheckpoint | None = None,
 ) -> list[Worker]:
     """A worker of each stage. All have the same `config`, which says that there are so many."""
     assert config.parallel.pipeline == num_stages
     groups, workers = groups or local_groups(num_stages), []
-    for number, model_config in enumerate(stage_models(checkpoint.config, num_stages)):
+    stages = stage_models(checkpoint.config, num_stages, None if draft is None else draft.config)
+    for number, model_config in enumerate(stages):
         builder = LayerBuilder(config.device, model_config.heads, config.cache.block_size, model_config.local_heads)
         model = load_model(checkpoint, builder, model_config)
         chosen = sampler or sampler_of(config, model_config, builder)
         ranks = Ranks(config.parallel.place(number), ONE_RANK, groups[number], groups[number])
         adapters = make_adapters(model, model_config, config, builder.backend.kernels)
         worker = Worker(model, builder.backend, chosen, model_config, config, adapters=adapters, ranks=ranks)
+        worker.drafter = make_drafter(worker, model, model_config, config, partial(load_draft, draft))
         worker.tiers = make_tiers(worker.cache, config.cache, ranks.place, triton=builder.backend.kernels == "triton")
         workers.append(worker)
     return workers
@@ -171,6 +181,12 @@ class StagedExecutor:
                 return
 
 
-def make_staged(checkpoint: MemoryCheckpoint, config: EngineConfig, num_stages: int, depth: int) -> StagedExecutor:
+def make_staged(
+    checkpoint: MemoryCheckpoint,
+    config: EngineConfig,
+    num_stages: int,
+    depth: int,
+    draft: MemoryCheckpoint | None = None,
+) -> StagedExecutor:
     config = staged_config(checkpoint.config, config, num_stages)
-    return StagedExecutor(make_workers(checkpoint, config, num_stages), config, depth)
+    return StagedExecutor(make_workers(checkpoint, config, num_stages, draft=draft), config, depth)

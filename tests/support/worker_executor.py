@@ -232,7 +232,7 @@ class TinyEngine:
         make = partial(make_worker, checkpoint, config, draft, files=files)
         self.executor: Any
         if stages > 1:
-            self.executor = make_staged(checkpoint, config, stages, depth)
+            self.executor = make_staged(checkpoint, config, stages, depth, draft)
             self.config = config = self.executor.config
         else:
             self.executor = WorkerExecutor(make(ranks), depth) if tensor == 1 else RanksExecutor(parallel, make, depth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config.adapter_memory import MANY_TOKENS, adapter_memory, host_adapter_memory
-from quire.config.attention_memory import attention_parts, biased_memory, chosen_memory, scratch_memory
+from quire.config.attention_memory import attention_parts, chosen_memory, scratch_memory
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
@@ -242,8 +242,9 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     model = largest_rank(model, config.parallel)
     device, kind = config.device.device, config.device.device.partition(":")[0]
     scheduler, block_size, kv_dtype = config.scheduler, config.cache.block_size, config.device.kv_dtype
-    drafting = config.speculation is not None and config.speculation.method != "ngram"
-    draft = None if config.speculation is None else config.speculation.draft
+    speculation = config.speculation if model.is_last_stage else None  # the last pipeline stage drafts
+    drafting = speculation is not None and speculation.method != "ngram"
+    draft = None if speculation is None else speculation.draft
     draft = None if draft is None else largest_rank(draft, config.parallel)
     groups = config.cache.groups
     attention, value_bytes = _attention(config, facts), facts.weight_bytes(config.device.dtype, device)
@@ -334,8 +335,6 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     if attention == "triton":
         widest += attention_parts(model, config) + scratch_memory(model, config, facts, has_triton=True)
     widest += chosen_memory(model, scheduler)
-    if config.device.device == "cpu":
-        widest += biased_memory(model, scheduler.max_model_len)
     if attention in IN_PLACE_BYTES:
         return widest + IN_PLACE_BYTES[attention]
     longest = scheduler.max_model_len * max(heads.kv_size for heads in model.all_heads) * kv_bytes

@@ -271,6 +271,7 @@ class ModelConfig:
     weights: WeightCounts = field(default_factory=WeightCounts)
     rank_weights: WeightCounts | None = None  # of the tensor-parallel rank with most; None: not counted
     stage: tuple[int, int] | None = None  # pipeline stage: first layer, and last layer + 1; None: all layers
+    head_layers: tuple[int, ...] | None = None  # of a stage: layers whose inputs a draft head reads; None: no head
 
     @property
     def embedding_size(self) -> int:
@@ -281,6 +282,10 @@ class ModelConfig:
     def stream_size(self) -> int:
         """Elements of a token in all residual streams."""
         return self.streams * self.hidden_size
+
+    @property
+    def head_vocab_size(self) -> int:
+        return self.vocab_size if self.eagle is None else self.eagle.vocab_size
 
     @property
     def layers(self) -> range:
@@ -328,8 +333,7 @@ class ModelConfig:
 
     @property
     def kv_specs(self) -> tuple[KVCacheSpec, ...]:
-        """What each layer of the stage keeps for later tokens. Layers that read another layer's keys and values are
-        left out."""
+        """What each layer of the stage keeps for later tokens, except layers that read the keys of another layer."""
         return tuple(spec for layer in self.layers for spec in self._specs_of(layer))
 
     def _specs_of(self, layer: int) -> Iterator[KVCacheSpec]:
@@ -365,9 +369,8 @@ class ModelConfig:
     @property
     def states_read(self) -> int:
         """Hidden states of the target per token that a draft head joins; 0: no draft head."""
-        if self.mtp is not None:
-            return 2  # a hidden state and an embedding
-        return 0 if self.eagle is None else self.eagle.num_states
+        own = 0 if self.eagle is None else self.eagle.num_states
+        return own if self.mtp is None else 2  # a hidden state and an embedding
 
     @property
     def layer_weights(self) -> tuple[int, int]:

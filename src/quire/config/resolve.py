@@ -28,7 +28,7 @@ from quire.config.policy import RESERVING
 from quire.config.rank_model import largest_rank, planned_rank
 from quire.config.sizes import GIB, MIB, format_size, parse_size
 from quire.config.speculation import SpeculationConfig, check_head, resolve_speculation
-from quire.config.stages import heaviest_stage, resolve_pipeline, stage_models
+from quire.config.stages import heaviest_stage, planned_stages, resolve_pipeline, smaller_cache, stage_models
 from quire.config.tiers import resolve_tiers
 from quire.config.transport import check_transport
 from quire.config.vision import check_media_path, resolve_images
@@ -99,7 +99,7 @@ def resolve_engine_config(
     _check_scaled(device.kv_dtype, [model] if draft_model is None else [model, draft_model])
     own = planned_rank(model, draft_model, parallel, device.kv_dtype)
     groups = _groups(own, scheduler, device, parsed.layout, speculation)
-    check_head(speculation, num_ranks=parallel.num_ranks, layout=parsed.layout, has_tiers=parsed.tiers.enabled)
+    check_head(speculation, num_stages=parallel.pipeline, layout=parsed.layout, has_tiers=parsed.tiers.enabled)
     check_transport(parsed.tiers.transport, parallel)
     cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=parsed.tiers, groups=groups)
     unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters, parallel)
@@ -116,12 +116,17 @@ def resolve_engine_config(
 def _fit(
     args: EngineArguments, facts: HardwareFacts, model: ModelConfig, unsized: EngineConfig, capacity: int
 ) -> tuple[EngineConfig, MemoryPlan]:
-    """Set the size of the cache, and plan the memory of one rank: that of the pipeline stage that needs most."""
-    rank_model = heaviest_stage(stage_models(model, unsized.parallel.pipeline))
-    config = resolve_pipeline(_size_cache(args, facts, rank_model, unsized, capacity), model)
-    plan = plan_memory(rank_model, config, facts, capacity)
-    plan.check()
-    return config, plan
+    """Set the size of the cache, and plan the memory of one rank: that of the pipeline stage that needs most. The cache
+    fits on every stage, and on the last one beside what drafts."""
+    stages = planned_stages(model, unsized)
+    config = _size_cache(args, facts, stages[0], unsized, capacity)
+    for stage in stages[1:]:
+        config = smaller_cache(config, _size_cache(args, facts, stage, config, capacity))
+    config = resolve_pipeline(config, model)
+    plans = [plan_memory(stage, config, facts, capacity) for stage in stages]
+    for plan in plans:
+        plan.check()
+    return config, max(plans, key=lambda plan: plan.total)
 
 
 def _size_tiers(config: EngineConfig, model: ModelConfig, host_field: str) -> EngineConfig:

@@ -19,9 +19,9 @@ SETTING = "pipeline_parallel_size"
 Counts = TypeVar("Counts", WeightCounts, StoredLevels)
 
 
-def stage_models(model: ModelConfig, num_stages: int) -> tuple[ModelConfig, ...]:
-    """Return the model of each pipeline stage; with one stage, the model itself. Raises ConfigError if the layers
-    cannot be divided."""
+def stage_models(model: ModelConfig, num_stages: int, draft: ModelConfig | None = None) -> tuple[ModelConfig, ...]:
+    """Return the model of each pipeline stage; with one stage, the model itself. `draft`: the draft model or draft
+    head, if there is one. Raises ConfigError if the layers cannot be divided."""
     if num_stages == 1:
         return (model,)
     if num_stages > model.num_layers:
@@ -36,21 +36,43 @@ def stage_models(model: ModelConfig, num_stages: int) -> tuple[ModelConfig, ...]
         )
         fix = 'lower it, raise tensor_parallel_size instead, or set limit_mm_per_prompt to {"image": 0}'
         raise ConfigError(SETTING, reason, fix)
-    stages = tuple(_stage_of(model, share) for share in shares)
+    head_layers = None if draft is None or not draft.states_read else () if draft.eagle is None else draft.eagle.layers
+    stages = tuple(_stage_of(replace(model, head_layers=head_layers), share) for share in shares)
     for number, stage in enumerate(stages):
         _check_layers(stage, number, num_stages)
     return stages
 
 
-def stage_model(model: ModelConfig, place: RankPlace) -> ModelConfig:
-    """Return the model of a rank's stage."""
-    return stage_models(model, place.config.pipeline)[place.stage]
+def stage_model(model: ModelConfig, place: RankPlace, draft: ModelConfig | None = None) -> ModelConfig:
+    """Return the model of a rank's stage. `draft`: see `stage_models`."""
+    return stage_models(model, place.config.pipeline, draft)[place.stage]
 
 
 def heaviest_stage(stages: Sequence[ModelConfig]) -> ModelConfig:
-    """Return the stage that needs most memory, for which the memory of all ranks is planned. Ties in cache size are
-    broken by the number of weights."""
+    """Return the stage that needs most memory without a draft model. Ties in cache size are broken by the number of
+    weights."""
     return max(stages, key=lambda stage: (sum(spec.numbers for spec in stage.kv_specs), stage.weights.parameters))
+
+
+def planned_stages(model: ModelConfig, config: EngineConfig) -> tuple[ModelConfig, ...]:
+    """Return the stages for which memory is planned: the heaviest one, and the last one if it has a draft model too."""
+    draft = None if config.speculation is None else config.speculation.draft
+    stages = stage_models(model, config.parallel.pipeline, draft)
+    heaviest = heaviest_stage(stages)
+    return (heaviest,) if draft is None or heaviest is stages[-1] else (heaviest, stages[-1])
+
+
+def smaller_cache(first: EngineConfig, second: EngineConfig) -> EngineConfig:
+    """Return `second` with no more blocks and state slots than `first`."""
+    caches, groups = (first.cache, second.cache), (first.cache.groups, second.cache.groups)
+    num_states = min(each.num_states for each in groups)
+    cache = replace(second.cache, num_blocks=min(each.num_blocks for each in caches))
+    return replace(second, cache=replace(cache, groups=replace(groups[1], num_states=num_states)))
+
+
+def lends_embedding(stage: ModelConfig) -> bool:
+    """Whether this is a last stage, which keeps the embedding for a draft head."""
+    return stage.head_layers is not None and stage.is_last_stage
 
 
 def _stage_of(model: ModelConfig, layers: range) -> ModelConfig:
@@ -58,7 +80,8 @@ def _stage_of(model: ModelConfig, layers: range) -> ModelConfig:
     table, vision tower and output head."""
     stage = replace(model, stage=(layers.start, layers.stop))
     table, weights = model.vocab_size * model.embedding_size, model.weights
-    own = table * (stage.is_first_stage + stage.is_last_stage) + weights.tower * stage.is_first_stage
+    lent = lends_embedding(stage) and not model.tie_word_embeddings
+    own = table * (stage.is_first_stage + stage.is_last_stage + lent) + weights.tower * stage.is_first_stage
     inside = max(weights.parameters - weights.tower - table * (1 if model.tie_word_embeddings else 2), 0)
     scaled = _share(weights, len(layers), model.num_layers)
     scaled = replace(scaled, parameters=own + -(-inside * len(layers) // model.num_layers) if weights.parameters else 0)
@@ -82,9 +105,9 @@ def check_pipeline(config: EngineConfig) -> None:
     """Raise ConfigError for settings that do not work with pipeline stages."""
     if config.parallel.pipeline == 1:
         return
-    if config.speculation is not None and config.speculation.method != "ngram":
-        reason = f"{config.speculation.method!r} is not supported with several pipeline stages"
-        raise ConfigError("speculative_config.method", reason, f'use "ngram", or set {SETTING} to 1')
+    if config.speculation is not None and config.speculation.method == "self_draft":
+        reason = "'self_draft' needs the first layers and the output head, which are on different pipeline stages"
+        raise ConfigError("speculative_config.method", reason, f"use another method, or set {SETTING} to 1")
 
 
 def resolve_pipeline(config: EngineConfig, model: ModelConfig) -> EngineConfig:

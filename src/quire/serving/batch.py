@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Self
 
+from quire.config.engine import SchedulerConfig
 from quire.serving.client import EngineClient
 from quire.serving.outputs import OutputBuilder, RequestFollower, StreamPiece, logprobs_by_handle, request_fault
 from quire.serving.requests import Prompt
@@ -175,6 +178,13 @@ class Feed:
     def __init__(self, batch: Batch, prompts: Sequence[Prompt], make: Callable[[slice], Sequence[Submit]]) -> None:
         self._batch, self._prompts, self._make, self._next = batch, prompts, make, 0
 
+    def submit_first(self, scheduler: SchedulerConfig) -> None:
+        """Submit what fills the first two steps, or all if the policy may prefer later requests."""
+        if scheduler.policy == "fcfs":
+            self.submit_tokens(2 * scheduler.max_num_batched_tokens, most=scheduler.num_rows)
+        else:
+            self.submit_all()
+
     def submit_tokens(self, num_tokens: int, *, most: int) -> None:
         """Submit slices until their prompts have `num_tokens` tokens in total, or until `most` requests are
         submitted."""
@@ -201,6 +211,42 @@ class Feed:
                 raise InvalidRequest(where + error.field, error.reason, error.fix) from None
             self._next += 1
         return sum(len(request.prompt_token_ids) for request in requests)
+
+
+_NEW_OBJECTS = 25_000  # new objects that are left when young ones are collected, which takes some milliseconds
+_MORE_OBJECTS = 500_000  # the same before all are collected, unless the process has more objects
+
+
+class PausedCollections:
+    """While entered, Python does not collect garbage by itself: `collect` does, which is called between two steps.
+
+    A batch makes many objects and no reference cycles. Python's automatic collections would scan them repeatedly, and
+    with them every object of the process: a third of a million once torch is imported.
+    """
+
+    def __enter__(self) -> Self:
+        self._was_enabled, self._num_added, self._most_added = gc.isenabled(), 0, _MORE_OBJECTS
+        gc.disable()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._was_enabled:
+            gc.enable()
+
+    def collect(self) -> None:
+        """Collect garbage among the objects that are new since the last call, if there are enough of them; among all
+        objects, if their number may have doubled since the last time."""
+        num_new = gc.get_count()[0]
+        if num_new < _NEW_OBJECTS:
+            return
+        self._num_added += num_new
+        if self._num_added < self._most_added:
+            gc.collect(0)
+        else:
+            gc.collect()
+            self._num_added, self._most_added = 0, max(_MORE_OBJECTS, len(gc.get_objects()))
 
 
 class LiveRequest:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias, Unpack
 
 from quire.config.arguments import EngineSettings
-from quire.serving.batch import Batch, Feed, LiveRequest, LiveRequests, branch_of
+from quire.serving.batch import Batch, Feed, LiveRequest, LiveRequests, PausedCollections, branch_of
 from quire.serving.loading import LoadedModel, LoadFormat, load_model
 from quire.serving.lora import LoRARequest, load_loras, take_loras, with_lora
 from quire.serving.offline import ShowsProgress
@@ -328,16 +328,17 @@ class LLM(StandbyModel):
             return [replace(request, pin=pin) for request in requests] if pin else requests
 
         self._check_generates()
-        with self._exclusively(), DeferredInterrupt() as interrupt:
+        with self._exclusively(), DeferredInterrupt() as interrupt, PausedCollections() as garbage:
             batch = Batch(self._client, self._tokenizer)
             feed = Feed(batch, prompts, make)
             try:
-                self._submit_first(feed)
+                feed.submit_first(self.config.scheduler)
                 with ProgressLine("generating", len(prompts), shown=is_shown(use_tqdm)) as line:
                     start = time.monotonic()
                     while batch.is_live:
                         batch.step()
                         feed.submit_some()  # while the device computes the next step
+                        garbage.collect()
                         interrupt.check()
                         if line.shown:
                             rate = batch.num_output_tokens / max(time.monotonic() - start, 1e-9)
@@ -350,14 +351,6 @@ class LLM(StandbyModel):
         for error in batch.errors:
             logger.error("%s", error)
         return batch.outputs
-
-    def _submit_first(self, feed: Feed) -> None:
-        """Submit what fills the first two steps, or all if the policy may prefer later requests."""
-        scheduler = self.config.scheduler
-        if scheduler.policy == "fcfs":
-            feed.submit_tokens(2 * scheduler.max_num_batched_tokens, most=scheduler.num_rows)
-        else:
-            feed.submit_all()
 
     def _stream(self, requests: Sequence[Submit], prompts: Sequence[Prompt]) -> Stream:
         self._check_generates()

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from quire.config.arguments import EngineArguments
-from quire.config.memory import kv_block_bytes
+from quire.config.memory import kv_block_bytes, plan_memory
 from quire.config.model import EagleHead, Heads, Latent, ModelConfig
 from quire.config.resolve import resolve_engine_config
 from quire.config.speculation import read_speculation, resolve_speculation
+from quire.config.stages import stage_models
 from quire.types.errors import ConfigError
 from tests.unit.config.machines import LAPTOP, SERVER, SMALL
 
@@ -112,6 +113,23 @@ def with_head(head: ModelConfig = HEAD, target: ModelConfig = SMALL, **settings:
     return resolve_engine_config(EngineArguments(speculative_config=asked, **settings), LAPTOP, target, head)
 
 
+def test_with_stages_the_memory_plan_counts_a_draft_model_on_the_last_one() -> None:
+    asked = EngineArguments(pipeline_parallel_size=2, speculative_config={"model": "draft"})
+    for layers, first in ((SMALL.num_layers, SMALL.num_layers - 1), (2, SMALL.num_layers)):
+        draft = replace(SMALL, num_layers=layers)
+        config, plan = resolve_engine_config(asked, LAPTOP, replace(SMALL, num_layers=first), draft)
+        stages = stage_models(replace(SMALL, num_layers=first), 2, draft)
+        plans = [plan_memory(stage, config, LAPTOP, LAPTOP.available_memory // 2) for stage in stages]
+        own = [kv_block_bytes(stage, config.device.kv_dtype, 16) for stage in stages]
+        drafted = kv_block_bytes(draft, config.device.kv_dtype, 16)
+        assert [each.block_bytes for each in plans] == [own[0], own[1] + drafted]
+        assert ["drafting" in str(each) for each in plans] == [False, True]
+        assert plan.total == max(each.total for each in plans)
+        without = replace(asked, speculative_config=None)
+        whole, _ = resolve_engine_config(without, LAPTOP, replace(SMALL, num_layers=first))
+        assert config.cache.num_blocks < whole.cache.num_blocks
+
+
 @pytest.mark.parametrize("method", [None, "draft_model", "eagle3"])
 def test_a_head_makes_the_method_and_reads_three_layers_of_the_model(method: str | None) -> None:
     found = with_head(method=method)[0].speculation
@@ -155,7 +173,7 @@ def test_a_head_that_does_not_fit_the_model_is_refused(head: ModelConfig, target
     [
         ({"host_cache_memory": "64MiB"}, "tiers behind the device"),
         ({"kv_layout": "virtual", "block_size": 64}, "kv_layout is 'virtual'"),
-        ({"tensor_parallel_size": 2}, "2 ranks share it"),
+        ({"pipeline_parallel_size": 2}, "divided into 2 pipeline stages"),
     ],
 )
 def test_settings_that_leave_no_hidden_states_are_refused(settings: dict[str, Any], words: str) -> None:

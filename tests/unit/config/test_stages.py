@@ -57,7 +57,7 @@ def test_states_take_as_many_blocks_as_the_stage_with_the_most() -> None:
     ("config", "setting"),
     [
         (
-            replace(CONFIG, speculation=SpeculationConfig(method="draft_model", num_tokens=3)),
+            replace(CONFIG, speculation=SpeculationConfig(method="self_draft", num_tokens=3)),
             "speculative_config.method",
         ),
         (replace(CONFIG, parallel=ParallelConfig(pipeline=7)), "pipeline_parallel_size"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import signal
 from pathlib import Path
@@ -35,6 +36,25 @@ def test_prompts_of_every_form_are_answered_in_order(make_llm: MakeLLM) -> None:
     assert [output.prompt for output in outputs] == ["text", None, "dict", None]
     assert outputs[1].prompt_token_ids == ids("ids")
     assert all(output.finished for output in outputs)
+
+
+def test_python_collects_no_garbage_by_itself_while_prompts_are_answered(make_llm: MakeLLM) -> None:
+    seen = []
+
+    def watch(prompt: str, index: int) -> str:
+        seen.append(gc.isenabled())
+        return prompt
+
+    llm, was_enabled = make_llm(watch), gc.isenabled()
+    gc.enable()
+    try:
+        llm.generate(["a", "b"], LONG)
+        assert gc.isenabled()
+    finally:
+        if not was_enabled:
+            gc.disable()
+    assert seen
+    assert not any(seen)
 
 
 def test_prompts_may_come_from_any_iterable(make_llm: MakeLLM) -> None:

@@ -86,7 +86,8 @@ class SingleExecutor:
             torch.cuda.set_device(cuda_index(config.device.device))
             torch.backends.cuda.enable_cudnn_sdp(False)  # it spends milliseconds on every new length
         self._depth, self.ranks = depth or DEPTHS[self._device.type], ranks
-        model_config = stage_model(model_config, ranks.place)
+        speculation = config.speculation
+        model_config = stage_model(model_config, ranks.place, None if speculation is None else speculation.draft)
         heads, local_heads = model_config.heads, model_config.local_heads
         builder = LayerBuilder(config.device, heads, config.cache.block_size, local_heads, ranks=ranks)
         self._compiles = self._device.type == "cuda" and builder.backend.kernels == "triton"

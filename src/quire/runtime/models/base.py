@@ -14,6 +14,7 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.draft_tokens import DraftTokens
 from quire.runtime.layers.expert_adapters import ExpertGemm
 from quire.runtime.layers.experts import SeparateExperts
 from quire.runtime.layers.latent import LatentAttention
@@ -38,6 +39,8 @@ class BaseModel(nn.Module):
         self._embedding_scale, self._logit_scale = config.embedding_scale, config.logit_scale
         self._logit_softcap, self._hidden = config.logit_softcap, config.hidden_size
         self.side: tuple[SideInputs | None] = (None,)  # in a tuple, so that it is not a child twice
+        # In a tuple likewise: the embedding table that a last stage keeps for a draft head; (): the model's embedding.
+        self.lent_table: tuple[TokenTable, ...] = ()
         self.head_adapters: LinearAdapters | None = None  # LoRA adapters of the output head
 
     def assemble(
@@ -124,6 +127,10 @@ class BaseModel(nn.Module):
             logits = logits.mul_(self._logit_scale)
         cap = self._logit_softcap
         return logits if cap is None else torch.tanh_(logits.div_(cap)).mul_(cap)
+
+    @property
+    def draft_tokens(self) -> DraftTokens | None:
+        return None
 
     @property
     def native_head(self) -> LinearWeights | None:

@@ -44,7 +44,7 @@ class DraftHead(BaseModel):
 
     def attach(self, target: BaseModel, features: Features, sampled: Tensor) -> None:
         """Use the embeddings and the features of `target`. `sampled`: [max rows of logits, hidden], see above."""
-        self._table.lend(target.embedding)
+        self._table.lend(*(target.lent_table or (target.embedding,)))
         self._features, self.sampled = features, sampled
 
     def read_features(self, step: ForwardStep) -> Tensor:

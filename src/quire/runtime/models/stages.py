@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from quire.config.model import ModelConfig
+from quire.config.stages import lends_embedding
 from quire.runtime.layers.blocks import Absent
 from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.weights import WeightLayer
@@ -16,7 +17,8 @@ from quire.runtime.models.base import BaseModel
 
 def keep_stage(model: BaseModel, config: ModelConfig, dtype: torch.dtype) -> None:
     """Remove the layers that a pipeline stage does not need, before they have weights: the embedding on all stages but
-    the first, norm and head on all but the last. A last stage with a tied head keeps the embedding table."""
+    the first, norm and head on all but the last. A last stage with a tied head or a draft head keeps the embedding
+    table."""
     _, blocks, norm, head = model.parts
     labels = model.labels
     behind = [part for part in (norm, head, labels) if part is not None]
@@ -25,6 +27,9 @@ def keep_stage(model: BaseModel, config: ModelConfig, dtype: torch.dtype) -> Non
         kept = [blocks, *behind]
         if config.is_last_stage and config.tie_word_embeddings:
             kept += [layer for layer in model.modules() if layer is getattr(head, "table", None)]
+        if lends_embedding(config):
+            kept.append(table)
+            model.lent_table = (table,)
         _remove(model, [path for path, _ in _layers_outside(model, kept)])
         beside = config.num_layers * config.per_layer_input
         table = ReceivedStream(config.stream_size, beside, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,8 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.build import Model
 from quire.runtime.models.draft_head import DraftHead
-from quire.runtime.parallel.ranks import ALONE
+from quire.runtime.parallel.group import ONE_RANK
+from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.coverage import OwnCoverage, TargetCoverage
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
@@ -33,14 +35,14 @@ def make_drafter(
     target: Worker, decoder: BaseModel, model_config: ModelConfig, config: EngineConfig, load: LoadDraft
 ) -> Drafter:
     """Return the drafter for the worker that runs `decoder`. Allocates the draft model's rows and cache; `load` loads a
-    draft model."""
+    draft model. With pipeline stages, the ranks of the last one have a drafter, because they know all tokens first."""
     speculation = config.speculation
-    if speculation is None or speculation.method == "ngram":
+    if speculation is None or speculation.method == "ngram" or not target.ranks.place.is_last_stage:
         return NO_DRAFTER
     draft = speculation.draft or model_config
-    size, ranks = config.cache.block_size, target.ranks
+    size, ranks = config.cache.block_size, _ranks_of_stage(target.ranks)
     builder = LayerBuilder(config.device, draft.heads, size, draft.local_heads, ranks=ranks)
-    make = partial(_make_worker, target, builder, draft, config)
+    make = partial(_make_worker, builder, draft, config)
     settings: dict[str, Any] = {
         "budget": config.scheduler.max_num_batched_tokens,
         "defers": ranks is ALONE and builder.device.type == "cuda",  # ranks read results in another thread
@@ -60,8 +62,14 @@ def make_drafter(
     return EagleDrafter(make(model), target.rows, coverage, model, features, **settings)
 
 
+def _ranks_of_stage(ranks: Ranks) -> Ranks:
+    """Return the ranks of a stage as an engine without a pipeline."""
+    if ranks.place.config.pipeline == 1:
+        return ranks
+    return Ranks(replace(ranks.place.config, pipeline=1).place(ranks.place.shard), ranks.tensor, ONE_RANK)
+
+
 def _make_worker(
-    target: Worker,
     builder: LayerBuilder,
     draft: ModelConfig,
     config: EngineConfig,
@@ -75,7 +83,7 @@ def _make_worker(
     sampler = make_sampler(
         scheduler.num_rows, draft.vocab_size, builder.device, backend.kernels, scheduler.num_samples
     )  # fmt: skip
-    return Worker(model, backend, sampler, draft, config, cache=cache, adapters=adapters, ranks=target.ranks)
+    return Worker(model, backend, sampler, draft, config, cache=cache, adapters=adapters, ranks=builder.ranks)
 
 
 def _attach(head: DraftHead, decoder: BaseModel, builder: LayerBuilder, config: EngineConfig) -> BlockFeatures:

@@ -16,6 +16,7 @@ import pytest
 import gloo_stage_main
 from local_ranks import run_ranks
 from quire.config.kv_cache import KVGroups
+from quire.config.model import MtpHead
 from quire.config.parallel import ParallelConfig
 from quire.config.stages import heaviest_stage, join_groups, stage_models
 from quire.runtime.layers.builder import LayerBuilder
@@ -63,6 +64,15 @@ def test_with_a_tied_head_the_first_and_last_stage_have_the_table() -> None:
     first, middle, last = map(names_of, stage_models(TIED.config, 3))
     assert "model.embed_tokens.weight" in first & last
     assert "model.embed_tokens.weight" not in middle
+
+
+def test_for_a_draft_head_the_last_stage_has_the_embedding_too_and_the_plan_counts_it() -> None:
+    model, head = count_weights(CHECKPOINT.config), replace(CHECKPOINT.config, num_layers=1, mtp=MtpHead("mtp."))
+    stages = stage_models(model, 3, head)
+    assert ["model.embed_tokens.weight" in names_of(stage) for stage in stages] == [True, False, True]
+    for stage in stages:
+        assert stage.weights.parameters == pytest.approx(count_weights(stage).weights.parameters, rel=0.01)
+    assert stage_models(model, 3, model) == stage_models(model, 3)  # a whole draft model has its own
 
 
 def test_a_tensor_that_only_another_stage_loads_must_be_there() -> None:
