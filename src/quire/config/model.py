@@ -198,7 +198,6 @@ class MtpHead:
 
 SUPER_BLOCK = 256  # weights of neighbouring inputs in a super-block of Q2_K and Q3_K, whose factors share a scale
 MXFP4 = "mxfp4"  # the quantization of gpt-oss
-MXFP4_GROUP = 32  # weights of neighbouring inputs per scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,19 +393,3 @@ class ModelConfig:
         firsts = 2 if self.experts.is_gated else 1  # matrices in front of the activation
         biases = firsts * size + hidden if self.experts.has_bias else 0
         return self.num_parameters - mixtures * others * ((firsts + 1) * hidden * size + biases) // num
-
-
-def mxfp4_experts(model: ModelConfig) -> StoredLevels:
-    """Return the experts that a GPU holds as stored (MXFP4): 4 bits per weight in steps of 128 inputs and panels of 64
-    outputs, and two bytes of scale per 32 inputs. A rank without whole groups of inputs expands the down
-    projections."""
-    experts = model.experts
-    if experts is None:
-        return StoredLevels(has_table=False)
-    hidden, size = experts.width(model.hidden_size), experts.size
-    count = len(model.layers) * (experts.num if experts.held is None else experts.held)
-    shapes = (((2 if experts.is_gated else 1) * size, hidden), (hidden, size))
-    kept = [shape for shape in shapes if shape[1] % MXFP4_GROUP == 0]
-    numbers = sum(outputs * inputs for outputs, inputs in kept)
-    held = sum(-(-outputs // 64) * 64 * (-(-inputs // 128) * 72) for outputs, inputs in kept)
-    return StoredLevels(gpu_parameters=count * numbers, gpu_bytes=count * held, has_table=False)
