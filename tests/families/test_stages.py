@@ -30,6 +30,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "gemma4_text-moe": {"layer_types": [SLIDING, FULL, FULL, SLIDING, FULL]},
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "full"]},
     "granitemoehybrid": HYBRID,
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [0, 2]},
     "nemotron_h": {"hybrid_override_pattern": "M**-"},
     "nemotron_h-moe": {"hybrid_override_pattern": "ME*E*"},

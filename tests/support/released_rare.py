@@ -11,6 +11,14 @@ MINICPM3_FACTORS = [
     15.906017515851266, 16.461961959767827, 16.740306425132907, 16.87581087164081, 16.940876586213283,
 ]  # fmt: skip
 RARE: dict[str, Settings] = {
+    "Jamba-v0.1": {
+        "architectures": ["JambaForCausalLM"], "model_type": "jamba", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "vocab_size": 65536, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "attention_dropout": 0.0, "attn_layer_offset": 4, "attn_layer_period": 8, "expert_layer_offset": 1,
+        "expert_layer_period": 2, "hidden_act": "silu", "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_state": 16,
+        "mamba_dt_rank": 256, "mamba_expand": 2, "mamba_proj_bias": False, "num_experts": 16, "num_experts_per_tok": 2,
+        "num_logits_to_keep": 1, "output_router_logits": False, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "use_mamba_kernels": True},
     "gemma-3n-E2B-it": {
         "architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "eos_token_id": [1, 106],
         "text_config": {

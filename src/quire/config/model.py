@@ -333,7 +333,11 @@ class ModelConfig:
     @property
     def kv_specs(self) -> tuple[KVCacheSpec, ...]:
         """What each layer of the stage keeps for later tokens, except layers that read the keys of another layer."""
-        return tuple(spec for layer in self.layers for spec in self._specs_of(layer))
+        specs = tuple(spec for layer in self.layers for spec in self._specs_of(layer))
+        if any(map(self.attends, range(self.num_layers))):
+            return specs
+        heads = self.heads  # of a model without attention: their blocks only name tokens, whose states are kept
+        return (*specs, KVCacheSpec("full", heads.sides * heads.kv_size, unit=heads.sides * heads.dim))
 
     def _specs_of(self, layer: int) -> Iterator[KVCacheSpec]:
         if self.recurrent is not None and self.is_recurrent(layer):

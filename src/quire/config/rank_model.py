@@ -182,7 +182,7 @@ def _experts(experts: Experts, index: int, size: int, *, whole: bool) -> Experts
 
 
 def _recurrent(recurrent: Recurrent, index: int, size: int) -> Recurrent:
-    if recurrent.kind == "convolution":
+    if recurrent.kind in ("convolution", "selective"):
         return replace(recurrent, value_heads=len(share_size(recurrent.value_heads, index, size)))
     share = share_heads(recurrent.value_heads, recurrent.key_heads, index, size)
     return replace(recurrent, value_heads=len(share.query), key_heads=len(share.kv))

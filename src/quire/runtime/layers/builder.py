@@ -202,7 +202,7 @@ class LayerBuilder:
     @property
     def recurrent(self) -> RecurrentLayers:
         """The builder of recurrent layers."""
-        return RecurrentLayers(self._splits, self._gemm, self._table_gemm, self.placement, self._row_linear)
+        return RecurrentLayers(self._splits, self._gemm, self._table_gemm, self.placement, self._row_linear, self._ops)
 
     @property
     def experts(self) -> ExpertLayers:
