@@ -375,4 +375,4 @@ def _highest(tokens: bytes | array[int]) -> int:
     """Return the highest of 32-bit tokens. A negative one counts as 2**31 or more."""
     import numpy as np  # the supervisor, which imports this module, does without it
 
-    return int(np.frombuffer(tokens, np.uint32).max())
+    return int(np.maximum.reduce(np.frombuffer(tokens, np.uint32)))  # faster than ndarray.max()
