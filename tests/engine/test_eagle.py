@@ -131,6 +131,34 @@ def test_drafts_are_those_of_the_reference_and_answers_those_of_plain_decoding(
     made.executor.worker.check()
 
 
+@pytest.mark.parametrize(("drafted", "tensor", "attention"), [(40, 2, "auto"), (None, 2, "reference"), (41, 3, "auto")])
+def test_ranks_share_the_head_and_draft_what_one_drafts(drafted: int | None, tensor: int, attention: str) -> None:
+    """Also a vocabulary that does not divide by the ranks."""
+    head, asked = random_head(head_config(CONFIG, LAYERS, drafted=drafted), seed=4), prompts(5, 30, seed=13)
+    sampling: dict[str, Any] = {"temperature": 1.0, "n": 2, "seed": 3, "max_tokens": 12}
+    greedy, sampled = engine(None).answers(asked, max_tokens=24), engine(None).answers(asked[:2], **sampling)
+    for num_blocks in (21, 128):  # of which the first are too few for all
+        made = engine(
+            head, tensor=tensor, attention=attention, budget=7, rows=6, num_blocks=num_blocks, block_size=4, max_len=80
+        )
+        drafts = record(made)
+        assert made.answers(asked, max_tokens=24) == greedy
+        check(drafts[:30], head)
+        assert made.answers(asked[:2], **sampling) == sampled
+        stats = made.core.stats()
+        assert stats.preemptions > 0 if num_blocks == 21 else stats.prefix_hits > 0
+        made.executor.close()
+
+
+def test_a_head_that_ranks_share_and_that_knows_its_target_is_right() -> None:
+    target, asked = memoryless(TARGET), prompts(4, 24, seed=9)
+    made = engine(knowing_head(TARGET, LAYERS), target, tensor=2, rows=6)
+    assert made.answers(asked, n=2) == engine(None, target).answers(asked, n=2)
+    stats = made.core.stats()
+    assert stats.accepted_tokens == stats.drafted_tokens > 0
+    made.executor.close()
+
+
 def test_chunks_of_prompts_leave_features_for_the_head() -> None:
     asked = prompts(3, 60, seed=4)
     made = engine(budget=7, rows=4, block_size=4)

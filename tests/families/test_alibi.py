@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from family_bench import change_config, check_parity, hf_checkpoint, logits_of
-from quire.config.attention_memory import SCORE_ELEMENTS, biased_memory
 from quire.config.model import Alibi
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
@@ -79,11 +77,3 @@ def test_what_bloom_does_not_support_is_refused(tmp_path: Path) -> None:
     change_config(hf_checkpoint(tmp_path, bloom()), **{key: True})
     with pytest.raises(ModelLoadError, match=key):
         open_checkpoint(files_at(tmp_path))
-
-
-def test_the_memory_plan_counts_attention_by_torch(tmp_path: Path) -> None:
-    model = open_checkpoint(files_at(hf_checkpoint(tmp_path, bloom()))).config
-    short, long = biased_memory(model, 2), biased_memory(model, 1 << 20)
-    assert short == 4 * (4 * 48 * 2 + 4 * SCORE_ELEMENTS)
-    assert long == 4 * (4 * 48 + 4 * 6) * (1 << 20)  # scores of one token alone
-    assert biased_memory(replace(model, alibi=None), 1 << 20) == 0

@@ -18,7 +18,6 @@ HOPPER = 9  # major compute capability of GPUs whose attention kernel cannot rea
 HOPPER_DIMS = (64, 80, 96, 128, 256)  # head sizes that kernel supports
 EXPANDED_DIM = 256  # largest size of a key without rotation, and of a value, that latents are expanded to
 EXPANDED_PAGE = 128  # tokens of a page of scratch memory: a sequence takes whole pages
-SCORE_ELEMENTS = 1 << 22  # of the largest mask, or of the scores of all heads, that attention by torch makes at once
 EXPANDED_PASSES = 4  # most passes of a step over expanded latents, each with a part of the heads
 
 
@@ -59,15 +58,6 @@ def scratch_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFact
     if not (is_hopper and takes and sees_all and device.dtype != "float32"):
         return 0
     return scratch_tokens(model, config) * _token_bytes(model, config)
-
-
-def biased_memory(model: ModelConfig, max_length: int) -> int:
-    """Return the bytes of attention with ALiBi by torch on a CPU: keys and values of a sequence, before and after they
-    are converted, and the scores, their weights and the mask of a tile."""
-    if model.alibi is None:
-        return 0
-    scores = max(SCORE_ELEMENTS, model.heads.num_query * max_length)
-    return 4 * (2 * 2 * model.heads.kv_size * max_length + 4 * scores)
 
 
 def chosen_memory(model: ModelConfig, scheduler: SchedulerConfig) -> int:

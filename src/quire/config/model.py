@@ -275,6 +275,10 @@ class ModelConfig:
         return self.token_size or self.hidden_size
 
     @property
+    def head_vocab_size(self) -> int:
+        return self.vocab_size if self.eagle is None else self.eagle.vocab_size
+
+    @property
     def layers(self) -> range:
         """The layers of this stage; without stages, all layers."""
         return range(*self.stage) if self.stage is not None else range(self.num_layers)
@@ -317,8 +321,7 @@ class ModelConfig:
 
     @property
     def kv_specs(self) -> tuple[KVCacheSpec, ...]:
-        """What each layer of the stage keeps for later tokens. Layers that read another layer's keys and values are
-        left out."""
+        """What each layer of the stage keeps for later tokens, except layers that read the keys of another layer."""
         return tuple(spec for layer in self.layers for spec in self._specs_of(layer))
 
     def _specs_of(self, layer: int) -> Iterator[KVCacheSpec]:
@@ -354,9 +357,8 @@ class ModelConfig:
     @property
     def states_read(self) -> int:
         """Hidden states of the target per token that a draft head joins; 0: no draft head."""
-        if self.mtp is not None:
-            return 2  # a hidden state and an embedding
-        return 0 if self.eagle is None else self.eagle.num_states
+        own = 0 if self.eagle is None else self.eagle.num_states
+        return own if self.mtp is None else 2  # a hidden state and an embedding
 
     @property
     def layer_weights(self) -> tuple[int, int]:

@@ -110,7 +110,7 @@ def _too_many(model: ModelConfig, size: int) -> tuple[str, str]:
 
 def _sizes(model: ModelConfig, *, whole_experts: bool) -> list[int]:
     """Return the sizes that ranks share, besides heads and whole experts."""
-    return [model.vocab_size, *_inner_sizes(model, whole_experts=whole_experts)]
+    return [model.head_vocab_size, *_inner_sizes(model, whole_experts=whole_experts)]
 
 
 def _inner_sizes(model: ModelConfig, *, whole_experts: bool) -> list[int]:

@@ -40,7 +40,7 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     """
     quantization, levels, dtype = config.device.quantization, model.levels, config.device.dtype
     weight_bytes = facts.weight_bytes(dtype, "cpu")
-    table = (model.vocab_size if model.eagle is None else model.eagle.vocab_size) * model.embedding_size
+    table = model.head_vocab_size * model.embedding_size
     tied = table if model.tie_word_embeddings else 0
     copied = tied if weight_bytes < DTYPE_BYTES["float32"] else 0
     has_levels, is_native = levels.parameters > 0 and quantization is None, facts.native_refusal is None

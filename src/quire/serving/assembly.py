@@ -82,7 +82,7 @@ class PlannedEngine:
     def advice(self) -> str | None:
         """How to use the MTP head of the checkpoint, if it has one that does not draft and nothing else does."""
         config = self.config
-        fits = config.parallel.pipeline == 1 and config.cache.layout == "paged" and not config.cache.tiers.enabled
+        fits = config.cache.layout == "paged" and not config.cache.tiers.enabled
         if config.speculation is not None or not fits or self.files.kind != "hf":
             return None
         if not has_head(self.files.path, self.model):
@@ -243,7 +243,7 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
     models_of_ranks(model, parallel)  # raises if there are too many ranks, before weights are counted
     if draft is not None:
         draft = with_usable_indexer(draft, arguments, facts.device)
-        draft = draft if draft.eagle is not None else count_rank_weights(draft, parallel)  # ranks share no EAGLE head
+        draft = count_rank_weights(draft, parallel)
     counted = count_rank_weights(model, parallel)
     config, memory = resolve_engine_config(arguments, facts, counted, draft, offline=offline)
     modules = read_modules(arguments.lora_modules, enable=arguments.enable_lora)

@@ -31,6 +31,26 @@ inline void cap_scores(float* scores, int64_t count, float scale, float cap) {
     }
 }
 
+// ALiBi: multiply scores [rows, TILE] of a run by `scale` and add slope * (key position - query position). `work` is the
+// first work of the run, `head` its kv head, `begin` the first position. Distances are whole numbers, exact in float32.
+template <int64_t TILE>
+inline void add_biases(float* scores, float scale, const Work* work, const Run& run, int64_t head, int64_t begin,
+                       const Shape& shape, const float* slopes) {
+    Floats lanes;
+    for (int64_t i = 0; i < LANES; ++i) lanes[i] = static_cast<float>(i);
+    for (const Work* end = work + run.count; work < end; ++work)
+        for (int64_t i = 0; i < work->count; ++i) {
+            const int64_t distance = begin - (work->visible + i - 1);
+            for (int64_t own = 0; own < shape.group(); ++own, scores += TILE) {
+                const Floats slope = all(slopes[head * shape.group() + own]);
+                for (int64_t t = 0; t < TILE; t += LANES) {
+                    const Floats steps = lanes + all(static_cast<float>(distance + t));
+                    store(scores + t, add_product(load(scores + t) * all(scale), slope, steps));
+                }
+            }
+        }
+}
+
 // Mask the positions that a row does not see with -inf, and compute each row's running maximum over scores [rows, TILE]
 // times `scale`, including the maximum `before`.
 template <int64_t TILE>

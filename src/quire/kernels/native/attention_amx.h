@@ -122,9 +122,13 @@ class TiledAttention {
         weave_values(*run.longest, head, tile, count, some);
         const int64_t first = from / TILE_ROWS * TILE_ROWS;
         for (int64_t row = first; row < end; row += TILE_ROWS) score(row, count);
-        const bool capped = rule_.cap > 0.0f;
-        if (capped) cap_scores(scores_ + place, run.rows * KEYS_AT_ONCE, rule_.scale, rule_.cap);
-        soften<KEYS_AT_ONCE>(scores_ + place, capped ? 1.0f : rule_.scale, weights_ + place, seen, state, from, run.rows, dim);
+        const bool capped = rule_.cap > 0.0f, biased = rule_.slopes != nullptr;
+        float* scores = scores_ + place;
+        if (capped) cap_scores(scores, run.rows * KEYS_AT_ONCE, rule_.scale, rule_.cap);
+        if (biased)
+            add_biases<KEYS_AT_ONCE>(scores, rule_.scale, work, run, head, tile, shape_, rule_.slopes);
+        const float scale = capped || biased ? 1.0f : rule_.scale;
+        soften<KEYS_AT_ONCE>(scores, scale, weights_ + place, seen, state, from, run.rows, dim);
         for (int64_t row = first; row < end; row += TILE_ROWS) {
             weigh(row, (count + 31) / 32);
             const int64_t own = std::max(from, row), own_end = std::min(end, row + TILE_ROWS);

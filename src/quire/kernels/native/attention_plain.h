@@ -104,13 +104,14 @@ template <typename T> class PlainAttention {
     void attend_tile(const Group& group, int64_t head, int64_t tile, int64_t count, State state) {
         const auto attend = [&](const Work* work, const Run& run, int64_t row, int64_t there) {
             see(work, run, tile, there, shape_, rule_, seen_.data());
-            attend_run(run, group.head + head, head * group.rows + row, tile, there, state);
+            attend_run(work, run, group.head + head, head * group.rows + row, tile, there, state);
         };
         for_runs(group, tile, count, keys_.tables, shape_, attend);
     }
 
     // Attend rows `from` and on, those of the run, to `count` positions from `tile` on.
-    void attend_run(const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count, State state) {
+    void attend_run(const Work* work, const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count,
+                    State state) {
         const int64_t width = shape_.width(), value_width = shape_.value_width();
         const float *where[TILE], *next[TILE], *query = query_.data() + from * width;
         float *scores = scores_.data(), *out = state.out + from * value_width;
@@ -120,6 +121,7 @@ template <typename T> class PlainAttention {
             dot_rows<n>(query + row * width, where, count, width, ahead, scores + row * TILE, TILE);
         });
         if (rule_.cap > 0.0f) cap_scores(scores, run.rows * TILE, 1.0f, rule_.cap);
+        if (rule_.slopes != nullptr) add_biases<TILE>(scores, 1.0f, work, run, head, tile, shape_, rule_.slopes);
         soften<TILE>(scores, 1.0f, scores, seen_.data(), state, from, run.rows, value_width);
         if (!shape_.is_latent()) locate(keys_.values, shape_.dim, *run.longest, head, tile, count, where);
         if (rule_.window != 0) hide(run.rows, count, where);

@@ -33,7 +33,8 @@ struct Shape {
 struct Rule {
     float scale, cap;
     int64_t window;
-    const void* sinks;  // [query heads], of the queries' dtype
+    const void* sinks;    // [query heads], of the queries' dtype
+    const float* slopes;  // [query heads]: ALiBi
     // The first position that a token sees if `visible` positions are causally visible to it.
     int64_t first(int64_t visible) const {
         if (window < 0) return (visible - 1) / -window * -window;

@@ -64,7 +64,7 @@ _SIGNATURES: dict[str, list[Any]] = {  # result type, then argument types
     "quire_mask_logits": [None, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "quire_paged_attention": [
         None, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, *[c_int64] * 8, c_double, c_double,
-        c_int64, c_void_p,
+        c_int64, c_void_p, c_void_p,
     ],
 }  # fmt: skip
 

@@ -188,12 +188,15 @@ def paged_attention(
     _check(tables.dtype == spans.dtype == torch.int64)
     _check(rule.sinks is None or (rule.sinks.dtype == query.dtype and rule.sinks.is_contiguous()))
     sinks = None if rule.sinks is None else rule.sinks.data_ptr()
+    slopes = rule.slopes
+    _check(slopes is None or (slopes.dtype, slopes.shape) == (torch.float32, (query_heads,)))
+    _check(slopes is None or slopes.is_contiguous())
     out = torch.empty(tokens, query_heads * value_dim, dtype=query.dtype)
     open_library().quire_paged_attention(
         TYPES[query.dtype], query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(),
         spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size, value_dim,
         keys.stride(0) // keys.stride(1), stored, keys.stride(1), rule.scale, rule.softcap or 0.0, window_of(rule),
-        sinks,
+        sinks, None if slopes is None else slopes.data_ptr(),
     )  # fmt: skip
     return out
 

@@ -61,6 +61,7 @@ struct Operation {
     int64_t latent;      // how many elements of a key are its value (MLA); 0: values are stored separately
     int64_t block_heads;  // of attention, see Shape
     int64_t stored, head_bytes;  // of a cache, see Shape
+    const float* slopes;  // of attention, see Rule
 };
 
 // The cos and sin tables of rotary positions for the rows of a step.
@@ -181,7 +182,8 @@ template <typename T> struct Interpreter {
     void attend(const Operation& op, const Cut& cut) const {
         const Keys<T> cache{static_cast<const T*>(run.keys[op.layer]), static_cast<const T*>(run.values[op.layer]),
                             run.tables[op.table]};
-        const Rule rule{static_cast<float>(op.number), static_cast<float>(op.cap), op.window, op.weight};
+        const Rule rule{static_cast<float>(op.number), static_cast<float>(op.cap), op.window, op.weight,
+                        op.slopes};
         paged_attention<T>(at(op.x), width(op.x), cache, cut, at(op.out), shape(op), rule);
     }
 

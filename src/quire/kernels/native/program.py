@@ -147,7 +147,8 @@ class ProgramWriter:
         self._add(
             ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, number=rule.scale,
             cap=rule.softcap or 0.0, window=window_of(rule), weight=rule.sinks, table=table, latent=latent,
-            block_heads=block[1], **{"block_size": block[0], **quantized_fields(cache, latent)},
+            block_heads=block[1], slopes=self._keep_each(rule.slopes, query),
+            **{"block_size": block[0], **quantized_fields(cache, latent)},
         )  # fmt: skip
         return out
 

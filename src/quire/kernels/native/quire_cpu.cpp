@@ -246,13 +246,13 @@ void quire_write_quantized(int64_t type, int64_t stored, const void* key, int64_
 }
 
 // spans: [num_spans, 4] of int64, see Span; tables: all block tables, concatenated; out [tokens, heads * value_dim];
-// block_heads, stored, head_bytes: see Shape; cap, window, sinks: see Rule.
+// block_heads, stored, head_bytes: see Shape; cap, window, sinks, slopes: see Rule.
 void quire_paged_attention(int64_t type, const void* query, int64_t query_stride, const void* keys, const void* values,
                            const int64_t* tables, const int64_t* spans, int64_t num_spans, void* out,
                            int64_t query_heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t value_dim,
                            int64_t block_heads, int64_t stored, int64_t head_bytes, double scale, double cap,
-                           int64_t window, const void* sinks) {
-    const Rule rule{static_cast<float>(scale), static_cast<float>(cap), window, sinks};
+                           int64_t window, const void* sinks, const float* slopes) {
+    const Rule rule{static_cast<float>(scale), static_cast<float>(cap), window, sinks, slopes};
     const Shape shape{query_heads, kv_heads, dim, block_size, value_dim, block_heads, stored, head_bytes};
     DISPATCH(type, {
         const Keys<T> cache{static_cast<const T*>(keys), static_cast<const T*>(values), tables};

@@ -79,6 +79,7 @@ class COperation(Structure):
         ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("window", c_int64),
         ("weight", c_void_p), ("number", c_double), ("cap", c_double), ("wide", c_int64), ("table", c_int64),
         ("latent", c_int64), ("block_heads", c_int64), ("stored", c_int64), ("head_bytes", c_int64),
+        ("slopes", c_void_p),
     )  # fmt: skip
 
 

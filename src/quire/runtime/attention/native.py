@@ -13,7 +13,6 @@ from torch import Tensor
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native import ops
 from quire.runtime.attention.backend import AttentionBatch, Counts, Kernels, LayerCache
-from quire.runtime.attention.biased import attend_biased
 
 WIDENED_BYTES = 4 << 20  # of float32 keys that HalfAttention holds at once
 
@@ -59,8 +58,6 @@ class NativeAttention:
         plan: NativePlan,
         rule: AttentionRule,
     ) -> Tensor:
-        if rule.slopes is not None:
-            return attend_biased(query, cache, plan.tables, plan.spans, rule)
         return ops.paged_attention(query, cache.key, cache.value, plan.tables, plan.spans, rule)
 
 
@@ -115,8 +112,6 @@ class HalfAttention:
         plan: HalfPlan,
         rule: AttentionRule,
     ) -> Tensor:
-        if rule.slopes is not None:
-            return attend_biased(query, cache, plan.whole.tables, plan.whole.spans, rule)
         wide = query.float()
         if rule.sinks is not None:
             rule = replace(rule, sinks=rule.sinks.float())

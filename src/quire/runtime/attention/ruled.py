@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.config.attention_memory import SCORE_ELEMENTS
 from quire.kernels.attention_rule import AttentionRule
+
+SCORE_ELEMENTS = 1 << 22  # of the largest mask, or of the scores of all heads, that attention by torch makes at once
 
 
 def attend_ruled(

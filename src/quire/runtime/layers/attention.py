@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from quire.config.model import Heads, ModelConfig
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.program import Symbol
-from quire.runtime.attention.biased import attend_biased
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import HeadNorm
 from quire.runtime.layers.ops import LayerOps
@@ -136,19 +135,11 @@ class Attention(nn.Module):
         scaled = None if cache.key_scales is None else cache.key
         if not self._borrows:
             writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim, cache=scaled)
-        if self.rule.slopes is not None:
-            return writer.call(self._call_biased, (qkv,), heads.query_size)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
         found = writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule, cache=scaled)
         if self.sees_images and step.features is not None and step.features.blocks:
             writer.call(self._call_with_images, (qkv, found), 1)
         return found
-
-    def _call_biased(self, qkv: Tensor, given: ForwardStep) -> Tensor:
-        """Run attention with ALiBi inside a program as a Python call."""
-        cache = given.caches[self._layer]
-        query, plan = qkv[:, : self._heads.query_size].view(len(qkv), -1, self._heads.dim), given.attention_of(cache)
-        return attend_biased(query, cache, plan.tables, plan.spans, self.rule)
 
     def _call_with_images(self, qkv: Tensor, attended: Tensor, given: ForwardStep) -> Tensor:
         """Run inside a program as a Python call. A call must return a tensor; this one is not used."""

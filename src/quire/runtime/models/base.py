@@ -14,6 +14,7 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.draft_tokens import DraftTokens
 from quire.runtime.layers.expert_adapters import ExpertGemm
 from quire.runtime.layers.experts import SeparateExperts
 from quire.runtime.layers.latent import LatentAttention
@@ -24,7 +25,7 @@ from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.side_inputs import SideInputs
 from quire.runtime.layers.stacked_experts import StackedExperts
-from quire.runtime.layers.step import BESIDE, AdaptedRows, ForwardStep
+from quire.runtime.layers.step import BESIDE, TAKEN, AdaptedRows, ForwardStep
 from quire.runtime.layers.vision import VisionTower
 
 
@@ -97,6 +98,8 @@ class BaseModel(nn.Module):
         if isinstance(embedding, ReceivedStream):  # an earlier pipeline stage has embedded the tokens
             if (beside := embedding.beside(len(found))) is not None:
                 step.memo[BESIDE] = beside
+            if (states := embedding.states(found)) is not None:
+                step.memo[TAKEN] = [states]
         else:
             found = self.embed(found, step)
         hidden: Tensor = blocks(found, step)
@@ -126,6 +129,10 @@ class BaseModel(nn.Module):
             logits = logits.mul_(self._logit_scale)
         cap = self._logit_softcap
         return logits if cap is None else torch.tanh_(logits.div_(cap)).mul_(cap)
+
+    @property
+    def draft_tokens(self) -> DraftTokens | None:
+        return None
 
     @property
     def native_head(self) -> LinearWeights | None:

@@ -18,6 +18,7 @@ from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.draft_tokens import DraftTokens
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import TiedHead, TokenTable
 from quire.runtime.layers.stacked_experts import ExpertLinear
@@ -53,6 +54,11 @@ class Model(Protocol):
 
     def head_logits(self, states: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         """Apply the output head to normed states: [n, hidden] -> [n, vocab]."""
+
+    @property
+    def draft_tokens(self) -> DraftTokens | None:
+        """The target's tokens, if this is a draft head with a smaller vocabulary. If ranks share the head, its logits
+        are those of its own tokens."""
 
     @property
     def native_head(self) -> LinearWeights | None:

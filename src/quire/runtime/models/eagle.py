@@ -41,13 +41,15 @@ class Eagle3(DraftHead):
         self.fc = build.linear("fc", eagle.num_states * hidden, hidden, bias=False)
         self.layers = Blocks((EagleBlock(config, build) for _ in range(1)), config)
         self.norm = build.rms_norm("norm", hidden, config.norm_eps)
-        self.lm_head = build.linear("lm_head", hidden, eagle.vocab_size, bias=False)
+        self.lm_head = build.column_linear("lm_head", hidden, eagle.vocab_size, bias=False)
         is_part = eagle.vocab_size < config.vocab_size
         self.d2t = DraftTokens(eagle.vocab_size, config.vocab_size, build.placement) if is_part else None
+        self._is_shared = build.ranks.tensor.size > 1
         self.assemble(self._table, self.layers, self.norm, self.lm_head)
 
-    def taps(self, target: BaseModel) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor] | None]:  # noqa: ARG002
-        return self._read, self.fc
+    def taps(self, target: BaseModel) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor] | None]:
+        own = target.blocks.layers
+        return tuple(layer - own.start for layer in self._read if layer in own), self.fc
 
     def forward(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
         step.memo.clear()  # left from an earlier pass over the same step
@@ -63,7 +65,11 @@ class Eagle3(DraftHead):
 
     def head_logits(self, states: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         logits = super().head_logits(states, adapted)
-        return logits if self.d2t is None else self.d2t(logits)
+        return logits if self.d2t is None or self._is_shared else self.d2t(logits)
+
+    @property
+    def draft_tokens(self) -> DraftTokens | None:
+        return self.d2t
 
 
 def read_eagle3(config: Fields) -> ModelConfig:

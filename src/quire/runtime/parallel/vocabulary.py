@@ -13,10 +13,11 @@ from quire.runtime.parallel.group import RankGroup
 
 
 class Vocabulary:
-    """Exchanges the logits [rows, this rank's part of the vocabulary] of all ranks."""
+    """Exchanges the logits [rows, this rank's part of the head's vocabulary] of all ranks. `spread` maps logits of all
+    tokens of the head to those of the model's vocabulary; None: they are the same."""
 
-    def __init__(self, vocab_size: int, group: RankGroup) -> None:
-        self._group, self._size = group, group.size
+    def __init__(self, vocab_size: int, group: RankGroup, spread: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._group, self._size, self._spread = group, group.size, spread
         self._counts = [len(share_size(vocab_size, index, group.size)) for index in range(group.size)]
 
     def rows(self, count: int) -> range:
@@ -29,12 +30,16 @@ class Vocabulary:
         parts = [logits[share.start : share.stop] for share in shares]
         own = len(shares[self._group.index])
         found = self._group.all_to_all(parts, [(own, count) for count in self._counts])
-        return torch.cat(found, dim=1)
+        return self._joined(found)
 
     def whole(self, logits: Tensor) -> Tensor:
         """Return the full logits [rows, vocabulary] of all rows, on every rank. Only for few rows at a time."""
         shapes = [(len(logits), count) for count in self._counts]
-        return torch.cat(self._group.all_to_all([logits] * self._size, shapes), dim=1)
+        return self._joined(self._group.all_to_all([logits] * self._size, shapes))
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        logits = torch.cat(parts, dim=1)
+        return logits if self._spread is None else self._spread(logits)
 
     def choose_into(self, token_ids: Tensor, choose: Callable[[Tensor, slice], None]) -> None:
         """Fill in the tokens [rows] of all rows. choose(tokens, own rows) must choose those that this rank samples."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
+from quire.runtime.layers.draft_tokens import DraftTokens
 from quire.runtime.layers.modules import TokenTable
 from quire.runtime.layers.step import AdaptedRows, ForwardStep
 from quire.runtime.layers.vision import VisionTower
@@ -56,6 +57,10 @@ class ShallowDecoder:
 
     def head_logits(self, states: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         return self._model.head_logits(states, adapted)
+
+    @property
+    def draft_tokens(self) -> DraftTokens | None:
+        return self._model.draft_tokens
 
     @property
     def native_head(self) -> LinearWeights | None:

@@ -68,7 +68,9 @@ class Worker:
         self._link = link = make_link(config, ranks)
         if link is not None and not link.is_last:
             sampler = NoSampler()
-        vocabulary = None if ranks.tensor is ONE_RANK else Vocabulary(model_config.vocab_size, ranks.tensor)
+        vocabulary = None
+        if ranks.tensor is not ONE_RANK:
+            vocabulary = Vocabulary(model_config.head_vocab_size, ranks.tensor, model.draft_tokens)
         own = rank_model(model_config, ranks.place)
         parts = make_parts(model, backend, sampler, own, config, ranks, vocabulary, cache=cache, adapters=adapters)
         self.adapters = adapters

@@ -142,14 +142,15 @@ def test_tensors_that_do_not_fit_are_refused(
         answers(tmp_path, head)
 
 
-def answers(folder: Path, head: ModelFiles | None) -> tuple[list[int], int]:
+def answers(folder: Path, head: ModelFiles | None, **settings: Any) -> tuple[list[int], int]:
     """What an engine made of files says after three tokens, and how many tokens it drafted."""
     config = {"architectures": ["LlamaForCausalLM"], **numbers(TARGET.config)}
     target = write(folder / "target", config, TARGET.tensors)
     speculative = None if head is None else {"model": str(head.path), "num_speculative_tokens": 3}
     arguments = EngineArguments(
-        dtype="float32", threads=1, kv_cache_memory="4MiB", max_model_len=256, speculative_config=speculative
-    )
+        dtype="float32", threads=2, kv_cache_memory="4MiB", max_model_len=256, speculative_config=speculative,
+        **settings,
+    )  # fmt: skip
     core = plan_engine(target, arguments).build("auto", lambda *_: None)
     try:
         core.submit(Submit("a", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=20), TokenRules()))
@@ -172,6 +173,13 @@ def test_an_engine_drafts_with_a_head_from_files_and_says_the_same(
     plain, _ = answers(tmp_path, None)
     drafted, num_drafted = answers(tmp_path, head)
     assert drafted == plain
+    assert num_drafted > 0
+
+
+def test_ranks_and_stages_that_are_processes_load_their_parts_of_a_head(tmp_path: Path) -> None:
+    head = write(tmp_path / "head", PLAIN, published(HEAD))
+    drafted, num_drafted = answers(tmp_path, head, tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert drafted == answers(tmp_path, None)[0]
     assert num_drafted > 0
 
 

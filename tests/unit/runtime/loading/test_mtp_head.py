@@ -146,6 +146,7 @@ def test_the_log_of_a_start_names_a_head_that_nothing_uses(folder: Path, caplog:
     advice = plan_engine(files, arguments()).advice
     assert advice is not None
     assert '{"method": "mtp"}' in advice
+    assert plan_engine(files, arguments(pipeline_parallel_size=2)).advice == advice
     assert plan_engine(files, arguments(speculative_config={"method": "mtp"})).advice is None
     assert plan_engine(files, arguments(speculative_config={"method": "ngram"})).advice is None
     assert plan_engine(files, arguments(host_cache_memory="4MiB")).advice is None
