@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +13,13 @@ import pytest
 import torch
 
 from benchmarks.serving.server import free_port
+from disaggregated import BLOCK, LENGTHS, MANY, ONE, both, cached_blocks, core_of, open_llm, prompts_of, tokens
 from family_models import FamilyCase
-from quire import LLM, SamplingParams
-from quire.engine.core import EngineCore
+from quire import LLM
 from quire.runtime.tiers import remote_store
 from quire.runtime.transport import shared_memory
-from quire.serving.client import InProcessClient
-from quire.types.request import Submit
 
 pytest.importorskip("transformers")
-BLOCK = 4
-USUAL: dict[str, Any] = {
-    "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "threads": 1, "max_num_seqs": 4,
-    "max_model_len": 256, "kv_cache_memory": "8MiB", "block_size": BLOCK, "host_cache_memory": "2MiB",
-}  # fmt: skip
-GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
-ONE, MANY = SamplingParams(max_tokens=1, **GREEDY), SamplingParams(max_tokens=10, **GREEDY)
-LENGTHS = (61, 64, 65, 30, 3)  # within a block, at its end, one token more; less than a block
 
 
 @pytest.fixture(scope="module")
@@ -56,38 +44,10 @@ def _patient(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_store, "LOOKUP_SECONDS", 120.0)
 
 
-def open_llm(case: FamilyCase, role: str | None = None, url: str = "shm://pd", **settings: Any) -> LLM:
-    kv = {} if role is None else {"kv_role": role, "kv_transport": url, "kv_transport_memory": "16MiB"}
-    return LLM(case.directory, **(USUAL | kv | settings))
-
-
-@contextmanager
-def both(case: FamilyCase, url: str = "shm://pd", **settings: Any) -> Iterator[tuple[LLM, LLM]]:
-    with ExitStack() as stack:
-        yield tuple(stack.enter_context(open_llm(case, role, url, **settings)) for role in ("prefill", "decode"))  # type: ignore[misc]
-
-
-def core_of(llm: LLM) -> EngineCore:
-    assert isinstance(llm._client, InProcessClient)
-    return llm._client._core
-
-
-def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams = MANY, **others: Any) -> list[list[int]]:
-    return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False, **others)]
-
-
-def prompts_of(case: FamilyCase) -> list[list[int]]:
-    return [case.prompt(length, length) for length in LENGTHS]
-
-
 def bytes_of(llm: LLM, prompt: list[int]) -> torch.Tensor:
     """The cached blocks of a prompt, from the memory of the device."""
-    core = core_of(llm)
-    tree, packed = core._scheduler.tree, Submit("x", prompt, ONE).key_tokens  # type: ignore[arg-type]
-    match = tree.match("", packed, len(prompt) // BLOCK * BLOCK)
-    assert match.node is not None
-    worker = core.executor._worker  # type: ignore[attr-defined]
-    return worker.cache.blocks[:, tree.path(match.node)[: match.num_blocks]].view(torch.uint8).clone()
+    worker = core_of(llm).executor._worker  # type: ignore[attr-defined]
+    return worker.cache.blocks[:, cached_blocks(llm, prompt)].view(torch.uint8).clone()
 
 
 @pytest.mark.parametrize(
@@ -145,70 +105,6 @@ def test_over_tcp_too(cases: dict[str, FamilyCase]) -> None:
         tokens(prefill, prompts, ONE)
         assert tokens(decode, prompts) == expected
         assert decode.stats().remote_hits == sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme", "ranks"),
-    [
-        ("llama", "shm", {"tensor_parallel_size": 2}),
-        ("gemma3_text", "tcp", {"pipeline_parallel_size": 2}),
-    ],
-)
-def test_every_rank_carries_its_part_of_a_block(
-    cases: dict[str, FamilyCase], family: str, scheme: str, ranks: dict[str, Any]
-) -> None:
-    """Ranks are processes, so this is the real shared memory."""
-    case, name = cases[family], f"pd-{os.getpid()}"
-    prompts = prompts_of(case)
-    with open_llm(case) as llm:
-        expected = tokens(llm, prompts)
-    with both(case, f"shm://{name}" if scheme == "shm" else f"tcp://127.0.0.1:{free_ports(2)}", **ranks) as (
-        prefill, decode,
-    ):  # fmt: skip
-        tokens(prefill, prompts, ONE)
-        if scheme == "shm":
-            held = [sorted(path.name for path in folder.iterdir()) for folder in folders(name)]
-            assert len(held) == 2
-            assert held[0] == held[1] != []
-        assert tokens(decode, prompts) == expected
-        stats = decode.stats()
-        assert stats.remote_hits > 0
-        assert stats.tiers.failures.keys() <= {"transport_timeout"}  # parts that did not come in time
-        core_of(decode).check()
-        core_of(prefill).check()
-    assert not folders(name)
-
-
-def test_an_engine_of_another_number_of_ranks_finds_no_part(cases: dict[str, FamilyCase]) -> None:
-    case, name = cases["llama"], f"other-{os.getpid()}"
-    prompt = case.prompt(40, 1)
-    with (
-        open_llm(case, "prefill", f"shm://{name}", tensor_parallel_size=2) as prefill,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(shared_memory, "ROOT", Path("/dev/shm"))
-        (first,) = tokens(prefill, [prompt], ONE)
-        with open_llm(case, "decode", f"shm://{name}") as decode:
-            assert tokens(decode, [prompt])[0][:1] == first
-            assert (decode.stats().remote_hits, decode.stats().tiers.failures) == (0, {})
-
-
-def folders(name: str) -> list[Path]:
-    found = Path("/dev/shm").glob(f"quire-kv-{os.geteuid()}-{name}*")
-    return sorted(path for path in found if path.is_dir())
-
-
-def free_ports(count: int) -> int:
-    """The first of so many consecutive ports that nobody listens at."""
-    for _ in range(100):
-        first = free_port()
-        try:
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no free ports")
 
 
 def test_engines_of_role_both_share_what_either_computes(cases: dict[str, FamilyCase]) -> None:

@@ -254,7 +254,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     block_bytes = kv_block_bytes(model, kv_dtype, block_size, groups)
     tier = config.cache.tiers.host_blocks * block_bytes  # the host tier does not hold the draft model's keys and values
     block_bytes += groups.num_window_blocks * TABLE_BYTES  # the table of its window blocks
-    has_triton = attention == "triton"
+    has_triton, step_bytes = attention == "triton", scheduler.max_num_batched_tokens * DTYPE_BYTES[config.device.dtype]
+    drafted += 2 * len(model.head_layers or ()) * model.hidden_size * step_bytes  # taken by stages for an EAGLE head
     if drafting:
         drafted += scratch_memory(draft or model, config, facts, has_triton=has_triton)
     if draft is not None:
@@ -262,9 +263,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         drafted += rotary_memory(draft, scheduler.max_model_len, value_bytes)
         block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
         if draft.states_read:  # a feature per cached token, and the hidden states of a step
-            vector = draft.hidden_size * DTYPE_BYTES[config.device.dtype]
-            block_bytes += block_size * vector
-            drafted += (draft.states_read + 1) * scheduler.max_num_batched_tokens * vector
+            block_bytes += block_size * draft.hidden_size * DTYPE_BYTES[config.device.dtype]
+            drafted += (draft.states_read + 1) * draft.hidden_size * step_bytes
     return MemoryPlan(
         device=device,
         capacity=capacity,

@@ -99,7 +99,7 @@ def resolve_engine_config(
     _check_scaled(device.kv_dtype, [model] if draft_model is None else [model, draft_model])
     own = planned_rank(model, draft_model, parallel, device.kv_dtype)
     groups = _groups(own, scheduler, device, parsed.layout, speculation)
-    check_head(speculation, num_stages=parallel.pipeline, layout=parsed.layout, has_tiers=parsed.tiers.enabled)
+    check_head(speculation, layout=parsed.layout, has_tiers=parsed.tiers.enabled)
     check_transport(parsed.tiers.transport, parallel)
     cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=parsed.tiers, groups=groups)
     unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters, parallel)

@@ -134,16 +134,13 @@ def _fit_head(draft: ModelConfig, head: EagleHead, target: ModelConfig) -> Model
     return replace(draft, eagle=replace(head, layers=layers))
 
 
-def check_head(config: SpeculationConfig | None, *, num_stages: int, layout: str, has_tiers: bool) -> None:
+def check_head(config: SpeculationConfig | None, *, layout: str, has_tiers: bool) -> None:
     """Raise ConfigError for settings that do not work with an EAGLE or MTP head."""
     if config is None or config.method not in ("eagle3", "mtp"):
         return
     setting, whose = f"{_SETTING}.model", "is an EAGLE head, which reads hidden states of the model"
     if config.method == "mtp":
         setting, whose = f"{_SETTING}.method", "drafts by the MTP head, which reads hidden states of the model"
-    if num_stages > 1 and config.method == "eagle3":
-        reason = f"{whose}, and its layers are divided into {num_stages} pipeline stages"
-        raise ConfigError(setting, reason, "set pipeline_parallel_size to 1, or use a draft model")
     if layout != "paged":
         raise ConfigError(setting, f"{whose} by block, and kv_layout is {layout!r}", 'set kv_layout to "paged"')
     if has_tiers:

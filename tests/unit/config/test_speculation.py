@@ -168,12 +168,22 @@ def test_a_head_that_does_not_fit_the_model_is_refused(head: ModelConfig, target
     assert refused.value.setting == "speculative_config.model"
 
 
+def test_stages_have_memory_for_the_hidden_states_that_they_send() -> None:
+    config, _ = with_head(pipeline_parallel_size=2)
+    assert config.speculation is not None
+    stages = stage_models(SMALL, 2, config.speculation.draft)
+    assert [stage.head_layers for stage in stages] == [(2, SMALL.num_layers // 2, SMALL.num_layers - 3)] * 2
+    first, last = (plan_memory(stage, config, LAPTOP, LAPTOP.available_memory // 2) for stage in stages)
+    sent = 2 * 3 * config.scheduler.max_num_batched_tokens * 4 * SMALL.hidden_size  # received and sent, in float32
+    assert first.draft == sent
+    assert last.draft > sent + 4 * HEAD.num_parameters
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"host_cache_memory": "64MiB"}, "tiers behind the device"),
         ({"kv_layout": "virtual", "block_size": 64}, "kv_layout is 'virtual'"),
-        ({"pipeline_parallel_size": 2}, "divided into 2 pipeline stages"),
     ],
 )
 def test_settings_that_leave_no_hidden_states_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -63,6 +63,11 @@ class Blocks(nn.ModuleList):
         """The blocks of this stage."""
         return list(self)[self._own.start : self._own.stop]
 
+    @property
+    def layers(self) -> range:
+        """The layers of this stage, among those of the model."""
+        return self._own
+
     def tap(self, taps: LayerTaps) -> None:
         """Let `taps` read the stream in every step from now on. On a GPU steps of one row then run layer by layer."""
         self._taps = taps

@@ -14,6 +14,8 @@ from quire.runtime.attention.backend import AttentionBatch, LayerCache
 from quire.runtime.transfer import to_device
 
 BESIDE = "beside"  # key in the memo: the per-layer side inputs [tokens, size] that blocks read beside the stream
+TAKEN = "taken"  # key in the memo: the hidden states [tokens, size] taken so far for a draft head, a list
+SENT = "sent"  # key in the memo: see `sent_beside`, if a graph has computed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +136,14 @@ class ForwardStep:
     def attention_of(self, cache: LayerCache) -> Any:
         """Return the attention plan for a layer's block table."""
         return self.windows[cache.table - 1].attention if cache.table else self.attention
+
+
+def sent_beside(step: ForwardStep) -> tuple[Tensor, ...]:
+    """Return what a pipeline stage sends after a step besides the stream: the side inputs of its tokens, then the
+    hidden states that a draft head reads, as far as there are any."""
+    if SENT in step.memo:
+        sent: tuple[Tensor, ...] = step.memo[SENT]
+        return sent
+    beside, taken = step.memo.get(BESIDE), step.memo.get(TAKEN, ())
+    joined = (torch.cat(list(taken), dim=1),) if taken else ()
+    return joined if beside is None else (beside, *joined)

@@ -25,7 +25,7 @@ from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.side_inputs import SideInputs
 from quire.runtime.layers.stacked_experts import StackedExperts
-from quire.runtime.layers.step import BESIDE, AdaptedRows, ForwardStep
+from quire.runtime.layers.step import BESIDE, TAKEN, AdaptedRows, ForwardStep
 from quire.runtime.layers.vision import VisionTower
 
 
@@ -98,6 +98,8 @@ class BaseModel(nn.Module):
         if isinstance(embedding, ReceivedStream):  # an earlier pipeline stage has embedded the tokens
             if (beside := embedding.beside(len(found))) is not None:
                 step.memo[BESIDE] = beside
+            if (states := embedding.states(found)) is not None:
+                step.memo[TAKEN] = [states]
         else:
             found = self.embed(found, step)
         hidden: Tensor = blocks(found, step)

@@ -40,7 +40,8 @@ class DraftHead(BaseModel):
     @abstractmethod
     def taps(self, target: BaseModel) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor] | None]:
         """Return what a feature is made of: the layers of the target whose inputs are read (their number: the output of
-        the last), and what joins these hidden states side by side to one vector; None: nothing."""
+        the last), and what joins these hidden states side by side to one vector; None: nothing. With pipeline stages,
+        layers are counted from the first of the target's stage; earlier stages send what they read."""
 
     def attach(self, target: BaseModel, features: Features, sampled: Tensor) -> None:
         """Use the embeddings and the features of `target`. `sampled`: [max rows of logits, hidden], see above."""

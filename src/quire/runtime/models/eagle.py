@@ -47,8 +47,9 @@ class Eagle3(DraftHead):
         self._is_shared = build.ranks.tensor.size > 1
         self.assemble(self._table, self.layers, self.norm, self.lm_head)
 
-    def taps(self, target: BaseModel) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor] | None]:  # noqa: ARG002
-        return self._read, self.fc
+    def taps(self, target: BaseModel) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor] | None]:
+        own = target.blocks.layers
+        return tuple(layer - own.start for layer in self._read if layer in own), self.fc
 
     def forward(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
         step.memo.clear()  # left from an earlier pass over the same step

@@ -25,18 +25,16 @@ class StageLink:
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 
-    def receive_hidden(self, hidden: Tensor, beside: Tensor | None) -> None:
-        """Overwrite `hidden` with the residual stream [tokens, width] of the previous stage, and `beside` with the
-        inputs of tokens that blocks read besides it."""
-        self._hidden.receive(hidden, self.stage - 1)
-        if beside is not None:
-            self._hidden.receive(beside, self.stage - 1)
+    def receive_hidden(self, *parts: Tensor) -> None:
+        """Overwrite `parts` with the residual stream [tokens, width] of the previous stage and what it sends besides
+        it."""
+        for part in parts:
+            self._hidden.receive(part, self.stage - 1)
 
-    def send_hidden(self, hidden: Tensor, beside: Tensor | None) -> None:
-        """Send both to the next stage. The tensors must not be changed afterwards."""
-        self._hidden.send(hidden, self.stage + 1)
-        if beside is not None:
-            self._hidden.send(beside, self.stage + 1)
+    def send_hidden(self, *parts: Tensor) -> None:
+        """Send these to the next stage. The tensors must not be changed afterwards."""
+        for part in parts:
+            self._hidden.send(part, self.stage + 1)
 
     def send_tokens(self, token_ids: Tensor) -> None:
         """Send a step's tokens [samples], int64, from the last stage to all others. They are copied, as the next step

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from quire.config.engine import CacheConfig
 from quire.kernels.native.program import Symbol
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.step import TAKEN, ForwardStep
 from quire.runtime.layers.stream import Value
 from quire.runtime.sampling.samples import Longs
 from quire.runtime.standby.memory import add_cache, hold
 from quire.runtime.worker.cache import independent
 from quire.runtime.worker.rows import Rows
 from quire.types.step import BlockCopy
-
-_TAKEN = "taken"  # memo key: the hidden states read so far
 
 
 class BlockFeatures:
@@ -73,14 +71,12 @@ class BlockFeatures:
         return first // unit * self._size + first % self._size
 
 
-class FeatureTaps:
-    """Implements LayerTaps: reads the hidden states before some layers of the target, or after the last one, joins them
-    with `join` (the `fc` of an EAGLE head), and stores the features of all tokens of a step."""
+class StateTaps:
+    """Implements LayerTaps: takes the hidden states before some layers of the target, behind those that earlier
+    pipeline stages have sent. This stage sends all of them to the next one."""
 
-    def __init__(
-        self, layers: tuple[int, ...], join: Callable[[Tensor], Tensor] | None, features: BlockFeatures
-    ) -> None:
-        self.layers, self._join, self._features = layers, join, features
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
 
     def take(self, layer: int, x: Value, step: ForwardStep) -> None:
         if isinstance(x, Symbol):
@@ -88,18 +84,31 @@ class FeatureTaps:
         else:
             self._take(layer, x, step)
 
-    def _take(self, layer: int, x: Tensor, step: ForwardStep) -> None:
-        if layer == self.layers[0]:
-            step.memo[_TAKEN] = []
-        taken: list[Tensor] = step.memo[_TAKEN]
-        if layer != self.layers[-1]:
-            taken.append(x.clone())
-            return
-        joined = torch.cat((*taken, x), dim=1) if taken else x
-        self._features.write(step, joined if self._join is None else self._join(joined))
-        del step.memo[_TAKEN]
+    def _take(self, layer: int, x: Tensor, step: ForwardStep) -> None:  # noqa: ARG002
+        step.memo.setdefault(TAKEN, []).append(x.clone())
 
     def _call(self, layer: int, x: Tensor, given: ForwardStep) -> Tensor:
         """Run inside a program as a Python call. A call must return a tensor; this one is not used."""
         self._take(layer, x, given)
         return x[:, :1]
+
+
+class FeatureTaps(StateTaps):
+    """Reads the hidden states before some layers of the target, or after the last one, joins them and those of earlier
+    stages with `join` (the `fc` of an EAGLE head), and stores the features of all tokens of a step. Without layers, it
+    joins only those of earlier stages."""
+
+    def __init__(
+        self, layers: tuple[int, ...], join: Callable[[Tensor], Tensor] | None, features: BlockFeatures
+    ) -> None:
+        super().__init__(layers or (0,))
+        self._reads, self._join, self._features = bool(layers), join, features
+
+    def _take(self, layer: int, x: Tensor, step: ForwardStep) -> None:
+        if layer != self.layers[-1]:
+            super()._take(layer, x, step)
+            return
+        taken: list[Tensor] = step.memo.pop(TAKEN, [])
+        parts = [*taken, x] if self._reads else taken
+        joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        self._features.write(step, joined if self._join is None else self._join(joined))

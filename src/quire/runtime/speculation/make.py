@@ -21,7 +21,7 @@ from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.coverage import OwnCoverage, TargetCoverage
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
 from quire.runtime.speculation.eagle_drafter import EagleCoverage, EagleDrafter
-from quire.runtime.speculation.features import BlockFeatures, FeatureTaps
+from quire.runtime.speculation.features import BlockFeatures, FeatureTaps, StateTaps
 from quire.runtime.speculation.model_drafter import ModelDrafter
 from quire.runtime.speculation.shallow import ShallowDecoder
 from quire.runtime.worker.adapters import RowAdapters
@@ -35,9 +35,15 @@ def make_drafter(
     target: Worker, decoder: BaseModel, model_config: ModelConfig, config: EngineConfig, load: LoadDraft
 ) -> Drafter:
     """Return the drafter for the worker that runs `decoder`. Allocates the draft model's rows and cache; `load` loads a
-    draft model. With pipeline stages, the ranks of the last one have a drafter, because they know all tokens first."""
+    draft model. With pipeline stages, the ranks of the last one have a drafter, because they know all tokens first;
+    the others send the hidden states that an EAGLE head reads."""
     speculation = config.speculation
-    if speculation is None or speculation.method == "ngram" or not target.ranks.place.is_last_stage:
+    if speculation is None or speculation.method == "ngram":
+        return NO_DRAFTER
+    if not target.ranks.place.is_last_stage:
+        own = decoder.blocks.layers
+        if taken := tuple(layer - own.start for layer in model_config.head_layers or () if layer in own):
+            decoder.blocks.tap(StateTaps(taken))
         return NO_DRAFTER
     draft = speculation.draft or model_config
     size, ranks = config.cache.block_size, _ranks_of_stage(target.ranks)

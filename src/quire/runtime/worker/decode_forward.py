@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import row_buckets
-from quire.runtime.layers.step import BESIDE, AdaptedRows, AdapterStep, AdapterTiles, ForwardStep, StateStep, WindowStep
+from quire.runtime.layers.step import (
+    AdaptedRows,
+    AdapterStep,
+    AdapterTiles,
+    ForwardStep,
+    StateStep,
+    WindowStep,
+    sent_beside,
+)
 from quire.runtime.models.build import Model
 from quire.runtime.transfer import Uploader
 from quire.runtime.worker.adapters import RowAdapters, tile_rows
@@ -48,7 +56,7 @@ class Hidden(NamedTuple):
     """The output of the layers in a decode step, before the last norm and the head."""
 
     states: Tensor  # [bucket, hidden]
-    beside: Tensor | None  # [bucket, size]: inputs of each token that blocks read besides the residual stream
+    beside: tuple[Tensor, ...]  # [bucket, size] each: what a pipeline stage sends besides the stream
     adapted: AdaptedRows | None  # the LoRA adapters of the rows
 
 
@@ -165,7 +173,7 @@ class DecodeForward:
             is_long_row=kind.long,
         )
         states = self._model(step, vectors)
-        return Hidden(states, step.memo.get(BESIDE), None if step.adapters is None else step.adapters.wanted)
+        return Hidden(states, sent_beside(step), None if step.adapters is None else step.adapters.wanted)
 
     def _axes(self, bucket: int, positions: Tensor) -> Tensor | None:  # [1, bucket]
         """Return the position of each row's newest token. After the prompt, a row's position differs from its token

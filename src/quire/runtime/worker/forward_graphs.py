@@ -13,14 +13,14 @@ from functools import partial
 from torch import Tensor
 
 from quire.kernels.recurrent import NO_STATE
-from quire.runtime.layers.step import BESIDE, ForwardStep, StateStep
+from quire.runtime.layers.step import SENT, ForwardStep, StateStep, sent_beside
 from quire.runtime.models.build import Model
 from quire.runtime.worker.batch import Batch, StepShape
 from quire.runtime.worker.capture import Capture, ResultGraph, record_result
 
 logger = logging.getLogger("quire.runtime")
 
-_LayersGraph = ResultGraph[tuple[Tensor, Tensor | None]]
+_LayersGraph = ResultGraph[tuple[Tensor, tuple[Tensor, ...]]]
 EAGER_RUNS = 3  # of a shape before it is captured: a capture costs about as much time as these runs lose
 
 
@@ -47,9 +47,7 @@ class ForwardGraphs:
         if graph is None:
             return self._model(batch.step)
         graph.launch()
-        hidden, beside = graph.result
-        if beside is not None:
-            batch.step.memo[BESIDE] = beside
+        hidden, batch.step.memo[SENT] = graph.result
         return hidden
 
     def rehearse(self, batch: Batch) -> None:
@@ -79,9 +77,9 @@ class ForwardGraphs:
         logger.info("captured a step of %d tokens in %.2f s", shape.tokens, time.perf_counter() - start)
         return graph
 
-    def _layers(self, step: ForwardStep) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states, and the inputs of tokens that blocks read besides the residual stream."""
-        return self._model(step), step.memo.get(BESIDE)
+    def _layers(self, step: ForwardStep) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the hidden states, and what a pipeline stage sends besides them."""
+        return self._model(step), sent_beside(step)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ of every earlier plan that samples a row of plan k.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.config.engine import EngineConfig
 from quire.runtime.layers.received import ReceivedStream
-from quire.runtime.layers.step import BESIDE
+from quire.runtime.layers.step import sent_beside
 from quire.runtime.models.build import Model
 from quire.runtime.parallel.ranks import Ranks
 from quire.runtime.parallel.stages import StageLink
@@ -51,15 +51,13 @@ class StageStreams:
         if self._received is not None:
             self._link.receive_hidden(*self._received.place(num_tokens, self._link.device))
 
-    def send(self, hidden: Tensor, beside: Tensor | None, num_tokens: int, *, is_kept: bool) -> None:
-        """Send the outputs of a step, without padding, to the next stage. The last stage sends nothing. `is_kept`: no
-        later step overwrites these tensors. Otherwise they are copied first, because the next run of a graph could
-        overwrite them before they are sent."""
+    def send(self, hidden: Tensor, beside: Sequence[Tensor], num_tokens: int, *, is_kept: bool) -> None:
+        """Send the outputs of a step, without padding, to the next stage: the stream, and `beside`, see `sent_beside`.
+        The last stage sends nothing. `is_kept`: no later step overwrites these tensors. Otherwise they are copied
+        first, because the next run of a graph could overwrite them before they are sent."""
         if not self._link.is_last:
-            parts = (None if part is None else part[:num_tokens] for part in (hidden, beside))
-            stream, other = (part if part is None or is_kept else part.clone() for part in parts)
-            assert stream is not None
-            self._link.send_hidden(stream, other)
+            parts = (part[:num_tokens] for part in (hidden, *beside))
+            self._link.send_hidden(*(part if is_kept else part.clone() for part in parts))
 
 
 class StageForward:
@@ -72,8 +70,8 @@ class StageForward:
     def __call__(self, batch: Batch) -> Tensor:
         self._streams.receive(batch.num_tokens)
         hidden = self._forward(batch)
-        beside = batch.step.memo.get(BESIDE)  # the next step may be received into its memory
-        self._streams.send(hidden, beside, batch.num_tokens, is_kept=batch.shape is None and beside is None)
+        beside = sent_beside(batch.step)  # the next step may be received into its memory
+        self._streams.send(hidden, beside, batch.num_tokens, is_kept=batch.shape is None and not beside)
         return hidden
 
 

@@ -176,9 +176,9 @@ def test_an_engine_drafts_with_a_head_from_files_and_says_the_same(
     assert num_drafted > 0
 
 
-def test_ranks_that_are_processes_load_their_parts_of_a_head(tmp_path: Path) -> None:
+def test_ranks_and_stages_that_are_processes_load_their_parts_of_a_head(tmp_path: Path) -> None:
     head = write(tmp_path / "head", PLAIN, published(HEAD))
-    drafted, num_drafted = answers(tmp_path, head, tensor_parallel_size=2)
+    drafted, num_drafted = answers(tmp_path, head, tensor_parallel_size=2, pipeline_parallel_size=2)
     assert drafted == answers(tmp_path, None)[0]
     assert num_drafted > 0
 

@@ -156,8 +156,7 @@ def test_a_capture_does_not_change_a_received_stream() -> None:
     last = stages_of(2)[1]
     received = last._runner._model.embedding
     assert isinstance(received, ReceivedStream)
-    stream, beside = received.place(1, last.rows.device)
-    assert beside is None
+    (stream,) = received.place(1, last.rows.device)
     stream.fill_(2.0)
     graphs_of(last).capture(1)
     assert stream.eq(2.0).all()
