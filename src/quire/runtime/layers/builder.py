@@ -16,7 +16,7 @@ from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend, LatentBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
-from quire.runtime.layers.attention import Attention, OutputGate
+from quire.runtime.layers.attention import Attention, OutputGate, Sinks
 from quire.runtime.layers.expert_layers import ExpertLayers
 from quire.runtime.layers.gemm import multiplies_natively
 from quire.runtime.layers.gemm_choice import choose_gemm
@@ -33,7 +33,6 @@ from quire.runtime.layers.modules import (
     ProjectionNorm,
     RMSNorm,
     Scalar,
-    Sinks,
     TiedHead,
 )
 from quire.runtime.layers.ops import choose_ops

@@ -1,4 +1,4 @@
-"""RMS norms, attention sinks, embeddings and the tied output head."""
+"""RMS norms, embeddings and the tied output head."""
 
 from __future__ import annotations
 
@@ -130,26 +130,6 @@ class HeadNorm(WeightLayer):
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self.parts.index(part)]
-
-
-class Sinks(WeightLayer):
-    """Attention sinks: a score per query head, without a value. Never reallocated: attention rules refer to it."""
-
-    parts = ("sinks",)
-
-    def __init__(self, heads: Split, placement: Placement) -> None:
-        super().__init__()
-        self._heads = heads  # query heads
-        self.weight = placement.empty(heads.count)
-
-    def whole_shape(self, part: str) -> tuple[int, ...]:  # noqa: ARG002
-        return (self._heads.total,)
-
-    def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
-        return self._heads.of(whole)
-
-    def load(self, part: str, tensor: Tensor) -> None:
-        super().load(part, self.own(part, tensor))
 
 
 class Scalar(WeightLayer):
