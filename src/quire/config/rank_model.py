@@ -7,7 +7,8 @@ from dataclasses import replace
 from math import ceil
 
 from quire.config.kv_cache import lay_out, stored_specs
-from quire.config.model import MXFP4, SUPER_BLOCK, Experts, Heads, ModelConfig, mxfp4_experts
+from quire.config.model import MXFP4, SUPER_BLOCK, Experts, Heads, ModelConfig
+from quire.config.mxfp4 import mxfp4_experts
 from quire.config.parallel import ParallelConfig, RankPlace, share_heads, share_of, share_size
 from quire.config.recurrent import Recurrent
 from quire.config.weight_counts import StoredLevels, WeightCounts
@@ -179,7 +180,7 @@ def _experts(experts: Experts, index: int, size: int, *, whole: bool) -> Experts
 
 
 def _recurrent(recurrent: Recurrent, index: int, size: int) -> Recurrent:
-    if recurrent.kind == "convolution":
+    if recurrent.kind in ("convolution", "selective"):
         return replace(recurrent, value_heads=len(share_size(recurrent.value_heads, index, size)))
     share = share_heads(recurrent.value_heads, recurrent.key_heads, index, size)
     return replace(recurrent, value_heads=len(share.query), key_heads=len(share.kv))

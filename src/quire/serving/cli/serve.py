@@ -282,7 +282,7 @@ def _files_dir(path: str | None) -> str | None:
 
 def _read_template(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise ConfigError("chat_template", f"{path} cannot be read: {error}", "give a text file") from None
     if not text.strip() or len(text) > MAX_TEMPLATE_BYTES:

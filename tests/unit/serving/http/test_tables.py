@@ -183,6 +183,11 @@ def test_an_unknown_parameter_that_is_close_to_a_known_one_is_told_so() -> None:
     assert warning == "temprature: is not a parameter of this endpoint; did you mean temperature?"
 
 
+def test_extra_body_is_told_to_be_an_argument_of_a_client() -> None:
+    _, (warning,) = check_body("completions", {"prompt": "x", "extra_body": {"top_k": 1}}, Limits(), strict=False)
+    assert warning.endswith("argument of OpenAI's Python client; in JSON, put its members beside the other parameters")
+
+
 def test_warnings_are_bounded() -> None:
     body = {"prompt": "x", **{f"unknown{number}": 1 for number in range(1_000)}}
     assert len(check_body("completions", body, Limits(), strict=False)[1]) == 64
