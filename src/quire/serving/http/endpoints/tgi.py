@@ -40,8 +40,8 @@ from quire.serving.http.validators.values import (
 )
 from quire.serving.requests import Prompt
 from quire.serving.text.structure_fields import structure_of_guided
+from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
-from quire.types.sampling import StructuredOutputsParams
 
 DEFAULT_MAX_NEW_TOKENS = 100
 _GRAMMARS = {"json": "json_schema", "json_schema": "json_schema", "regex": "regex"}
