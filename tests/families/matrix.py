@@ -24,6 +24,7 @@ SAME_KERNELS = {
     "ernie4_5": "llama",
     "ernie4_5_moe": "mixtral",
     "exaone4": "gemma3_text",
+    "falcon_mamba": "mamba",
     "exaone_moe": "glm4_moe",
     "flex_olmo": "mixtral",
     "gemma": "gemma2",
