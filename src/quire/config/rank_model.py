@@ -46,8 +46,6 @@ def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) ->
     if num is not None and num < parallel.tensor:
         reason = f"{parallel.tensor} ranks cannot share {num} experts, of which each has whole ones"
         raise ConfigError(_SETTING, reason, f"set it to {num} or less, or leave enable_expert_parallel out")
-    if model.encoder is not None:
-        raise ConfigError(_SETTING, "encoders are not shared by ranks", "leave it out")
     ranks = models_of_ranks(model, parallel)
     sizes = _sizes(model, whole_experts=parallel.expert)
     if 0 in [len(share_size(size, parallel.tensor - 1, parallel.tensor)) for size in sizes]:

@@ -298,7 +298,7 @@ class LayerBuilder:
     def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention | TextAttention:
         """Build attention with the rotary positions, window, scale and softcap that the config has for the layer."""
         if config.encoder is not None:
-            return text_attention_of(config, layer, self._ops, self._rotaries)
+            return text_attention_of(config, layer, self._splits.heads(config.heads), self._ops, self._rotaries)
         heads, scale = config.heads_of(layer), config.attention_scale
         scale = heads.dim**-0.5 if scale is None else scale
         held = None if sinks is None else sinks.weight.data
@@ -340,6 +340,10 @@ class LayerBuilder:
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
         vocab = self._splits.size(vocab_size)
         return Embedding(name, vocab, size, self._table_gemm, self.placement, self._splits.group)
+
+    def whole_embedding(self, name: str, num: int, size: int) -> Embedding:
+        """Build a small embedding table that every rank holds whole."""
+        return Embedding(name, num, size, self._table_gemm, self.placement)
 
     def position_embedding(self, name: str, num_positions: int, size: int, *, offset: int = 0) -> PositionEmbedding:
         return PositionEmbedding(name, num_positions, size, self.placement, offset=offset)
