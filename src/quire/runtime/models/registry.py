@@ -74,6 +74,9 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "granitemoehybrid": Entry(
         "mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",), in_gguf=True, gguf_name="granitehybrid"
     ),
+    "mamba": Entry("mamba", "MAMBA", ("MambaForCausalLM",)),
+    "falcon_mamba": Entry("mamba", "FALCON_MAMBA", ("FalconMambaForCausalLM",)),
+    "jamba": Entry("jamba", "JAMBA", ("JambaForCausalLM",)),
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
     "nemotron_h": Entry("nemotron_h", "NEMOTRON_H", ("NemotronHForCausalLM",), in_gguf=True),
     "falcon_h1": Entry("falcon_h1", "FALCON_H1", ("FalconH1ForCausalLM",), in_gguf=True, gguf_name="falcon-h1"),
@@ -119,6 +122,13 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
     "gemma3_text": Entry(
         "gemma", "GEMMA3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), in_gguf=True, gguf_name="gemma3"
+    ),
+    "gemma3n_text": Entry(
+        "gemma3n",
+        "GEMMA3N",
+        ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        in_gguf=True,
+        gguf_name="gemma3n",
     ),
     "gemma4_text": Entry(
         "gemma4", "GEMMA4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), in_gguf=True, gguf_name="gemma4"

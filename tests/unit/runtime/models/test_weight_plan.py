@@ -42,7 +42,9 @@ pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 CPU_WEIGHTS: tuple[CpuWeights, ...] = ("integer", "float")
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}  # whose inputs fill groups of 64
 FAMILY_SIZES: dict[str, dict[str, int]] = {  # that follow from them, or from the towers of tests/support
-    "gemma4_text": {"vocab_size_per_layer_input": 512}, "granitemoehybrid": {"shared_intermediate_size": 64},
+    "mamba": {"intermediate_size": 512}, "falcon_mamba": {"intermediate_size": 512},
+    "gemma3n_text": {"vocab_size_per_layer_input": 500}, "gemma4_text": {"vocab_size_per_layer_input": 512},
+    "granitemoehybrid": {"shared_intermediate_size": 64},
     "nemotron_h-moe": {"moe_shared_expert_intermediate_size": 64},
     "nemotron_h-latents": {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 64},
     "opt": {"word_embed_proj_dim": 256, "ffn_dim": 256},
