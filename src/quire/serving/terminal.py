@@ -113,21 +113,34 @@ class DeferredInterrupt:
 
 
 class PausedCollections:
-    """While entered, Python does not collect garbage by itself: `collect` does, which is called between two steps.
+    """While paused, Python does not collect garbage by itself: `collect` does, which is called between two steps.
 
     A batch makes many objects and no reference cycles. Python's automatic collections would scan them repeatedly, and
     with them every object of the process: a third of a million once torch is imported.
     """
 
+    def __init__(self) -> None:
+        self._is_paused, self._num_added, self._most_added = False, 0, _MORE_OBJECTS
+
     def __enter__(self) -> Self:
-        self._was_enabled, self._num_added, self._most_added = gc.isenabled(), 0, _MORE_OBJECTS
-        gc.disable()
+        self.pause()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._was_enabled:
+        self.resume()
+
+    def pause(self) -> None:
+        """Turn automatic collections off, unless the program has done so. Idempotent."""
+        if gc.isenabled():
+            self._is_paused = True
+            gc.disable()
+
+    def resume(self) -> None:
+        """Turn automatic collections on again if `pause` has turned them off. Idempotent."""
+        if self._is_paused:
+            self._is_paused = False
             gc.enable()
 
     def collect(self) -> None:

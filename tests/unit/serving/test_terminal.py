@@ -134,6 +134,20 @@ def test_a_call_that_fails_leaves_automatic_collections_as_they_were(automatic: 
     assert not gc.isenabled()
 
 
+def test_collections_that_the_program_turned_off_stay_off(automatic: None) -> None:
+    gc.disable()
+    garbage = PausedCollections()
+    garbage.pause()
+    garbage.pause()
+    garbage.resume()
+    assert not gc.isenabled()
+    gc.enable()
+    garbage.pause()
+    garbage.resume()
+    garbage.resume()
+    assert gc.isenabled()
+
+
 def test_paused_collections_free_a_new_cycle_once_many_objects_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal_module, "_NEW_OBJECTS", 2_000)
     with PausedCollections() as garbage:

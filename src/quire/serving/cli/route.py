@@ -158,11 +158,12 @@ def run_route(args: argparse.Namespace) -> int:
     import uvloop
 
     from quire.observability.logging import set_up_logging
-    from quire.serving.process.listeners import open_listeners
+    from quire.serving.process.listeners import open_listeners, raise_limit_of_open_files
     from quire.serving.router.server import Router, serve_until_signal
 
     set_up_logging(args.log_level or default_log_level(args.log_format), args.log_format, "router")
     started = time.monotonic()
+    raise_limit_of_open_files()
     with open_listeners(config) as listeners:
 
         def announce() -> None:

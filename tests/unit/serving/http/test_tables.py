@@ -53,6 +53,8 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "chat_batch": {"messages": [[{"role": "user", "content": "x"}]]},
     "generate": {"token_ids": [1]},
     "sglang_generate": {"text": "x"},
+    "tgi_generate": {"inputs": "x"},
+    "tgi_generate_stream": {"inputs": "x"},
     "chat_render": {"messages": [{"role": "user", "content": "x"}]},
     "completions_render": {"prompt": "x"},
     "chat_input_tokens": {"messages": [{"role": "user", "content": "x"}]},

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config.fields import Fields
-from quire.config.model import MXFP4, Dtype, ModelConfig, mxfp4_experts
+from quire.config.model import MXFP4, Dtype, ModelConfig
+from quire.config.mxfp4 import mxfp4_experts
 from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.hf.json_file import read_json
 from quire.runtime.loading.hf.quantized.registry import METHODS, method_name, read_method
