@@ -8,7 +8,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -88,14 +88,14 @@ def find_modules_of_frames() -> Iterator[None]:
     """Let `inspect.getmodule` find the module of a stack frame by the name in the frame's globals. While torch is
     imported, it registers operators and asks for the source line of each call; `inspect` would resolve the file names
     of all modules for that."""
-    search = inspect.getmodule
+    search: Callable[..., ModuleType | None] = inspect.getmodule
 
     def getmodule(object: object, _filename: str | None = None) -> ModuleType | None:  # noqa: A002  as in inspect
         if isinstance(object, FrameType):
             found = sys.modules.get(object.f_globals.get("__name__", ""))
             if found is not None:
                 return found
-        return search(object, _filename)  # type: ignore[call-arg]
+        return search(object, _filename)
 
     inspect.getmodule = getmodule
     try:
