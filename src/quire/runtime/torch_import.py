@@ -95,7 +95,7 @@ def find_modules_of_frames() -> Iterator[None]:
             found = sys.modules.get(object.f_globals.get("__name__", ""))
             if found is not None:
                 return found
-        return search(object, _filename)  # type: ignore[call-arg]
+        return search(object, _filename)
 
     inspect.getmodule = getmodule
     try:
