@@ -53,7 +53,8 @@ def batch_of(rows: int, length: int, prompt: int, heads: Heads) -> tuple[Attenti
     ids = torch.randperm(rows * per_row + of_prompt)
     shape = (len(ids), heads.num_kv, BLOCK, heads.dim)
     cache = LayerCache.of(torch.randn(shape), torch.randn(shape))
-    chunks = (ChunkSpan(rows, 0, prompt, ids[rows * per_row :]),) if prompt else ()
+    of_chunk = ids[rows * per_row :]
+    chunks = (ChunkSpan(rows, 0, prompt, of_chunk),) if prompt else ()
     lengths, table = np.full(rows, length, dtype=np.int64), ids[: rows * per_row].view(rows, per_row)
     batch = AttentionBatch(lengths, table, chunks, BLOCK, cache)
     own = [torch.randn(rows + prompt, each, heads.dim) for each in (heads.num_query, heads.num_kv, heads.num_kv)]
@@ -61,7 +62,7 @@ def batch_of(rows: int, length: int, prompt: int, heads: Heads) -> tuple[Attenti
         place = table[row, (length - 1) // BLOCK], slice(None), (length - 1) % BLOCK
         own[1][row], own[2][row] = cache.key[place], cache.value[place]
     for position in range(prompt):
-        place = chunks[0].block_ids[position // BLOCK], slice(None), position % BLOCK
+        place = of_chunk[position // BLOCK], slice(None), position % BLOCK
         own[1][rows + position], own[2][rows + position] = cache.key[place], cache.value[place]
     return batch, cache, own
 
