@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.serving.router.connections import ReplicaFailed, ReplicaPool
 from stub_replica import PATIENCE, QUICK, Asked, Bench, Script, StubReplica, bench, drop, whole
 
 RARE_CHECKS = replace(QUICK, health_interval=600.0)  # only the first one
@@ -46,7 +47,9 @@ def test_a_head_that_ends_early_is_sent_to_another_replica_and_is_not_healthy(da
             found = one.router.replicas.get("a")
             assert found is not None
             one.replicas[0].answers_health = raw(data)
-            assert await one.router.health.check(found) == "closed the connection"
+            failure = await one.router.health.check(found)
+            assert failure is not None
+            assert (failure.reason, failure.has_ended) == ("closed the connection", False)
 
     run(test)
 
@@ -182,5 +185,67 @@ def test_a_replica_that_comes_back_with_another_model_gets_requests_for_that_mod
             for number in range(8):
                 answer = await one.client.post("/v1/completions", json={"model": "sql", "prompt": f"{number}"})
                 assert answer.headers["x-routed-to"] == "b"
+
+    run(test)
+
+
+def test_a_response_of_no_status_is_invalid() -> None:
+    async def test() -> None:
+        stub = StubReplica("a", raw(b"HTTP/1.1 000 No\r\ncontent-length: 2\r\n\r\n{}"))
+        async with bench(stub, StubReplica("b"), waits=RARE_CHECKS) as one:
+            for number in range(8):
+                assert (await one.ask(f"{number} " * 400)).headers["x-routed-to"] == "b"
+            assert stub.asked
+
+    run(test)
+
+
+def test_the_trailers_of_a_response_are_not_sent_as_headers() -> None:
+    async def test() -> None:
+        data = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-late: 1\r\n\r\n"
+        async with bench(StubReplica("a", raw(data, is_kept=True))) as one:
+            answer = await asyncio.wait_for(one.ask(), 30)
+            assert (answer.status_code, answer.content, "x-late" in answer.headers) == (200, b"", False)
+
+    run(test)
+
+
+def test_connections_that_are_idle_for_long_are_closed_though_the_replica_keeps_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.serving.router.connections.IDLE_SECONDS", 0.05)
+
+    async def test() -> None:
+        async with bench(StubReplica("a")) as one:  # each health check opens a connection
+            stub, found = one.replicas[0], set[asyncio.StreamWriter]()
+            async with asyncio.timeout(PATIENCE):
+                while len(found) < 60:
+                    found |= stub._writers
+                    await asyncio.sleep(0.005)
+            assert len(stub._writers) < 30
+
+    run(test)
+
+
+def test_a_replica_that_is_slow_to_accept_keeps_the_requests_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        may_end = asyncio.Event()
+
+        async def slow(asked: Asked, writer: asyncio.StreamWriter) -> bool:
+            await may_end.wait()
+            return await whole()(asked, writer)
+
+        async def accepts_nothing(_pool: ReplicaPool, _seconds: float | None = None) -> Any:
+            raise ReplicaFailed("took no connection for 5 s", never_sent=True)
+
+        async with bench(StubReplica("a", slow), waits=RARE_CHECKS) as one:
+            upload = asyncio.ensure_future(one.client.post("/v1/files", content=b"--x--"))
+            await one.until(lambda: one.replicas[0].asked)
+            with monkeypatch.context() as patch:
+                patch.setattr(ReplicaPool, "connect", accepts_nothing)
+                failed = await one.client.post("/v1/batches", json={})
+            assert (failed.status_code, one.state("a")) == (503, "down")
+            may_end.set()
+            assert (await upload).status_code == 200
 
     run(test)
