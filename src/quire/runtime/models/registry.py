@@ -74,7 +74,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "granitemoehybrid": Entry(
         "mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",), in_gguf=True, gguf_name="granitehybrid"
     ),
-    "mamba": Entry("mamba", "MAMBA", ("MambaForCausalLM",)),
+    "mamba": Entry("mamba", "MAMBA", ("MambaForCausalLM",), in_gguf=True),
     "falcon_mamba": Entry("mamba", "FALCON_MAMBA", ("FalconMambaForCausalLM",)),
     "jamba": Entry("jamba", "JAMBA", ("JambaForCausalLM",)),
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
