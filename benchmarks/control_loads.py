@@ -29,9 +29,10 @@ from quire.engine.speculation.registry import make_proposers
 from quire.runtime.loading.catalogue import DEFAULT
 from quire.runtime.loading.progress import silent
 from quire.runtime.loading.resolve import resolve_model
-from quire.serving.batch import Batch, Feed, PausedCollections
+from quire.serving.batch import Batch, Feed
 from quire.serving.client import InProcessClient
 from quire.serving.requests import RequestMaker, read_prompts
+from quire.serving.terminal import PausedCollections
 from quire.serving.text.structure import Structure, grammar_of
 from quire.serving.text.token_table import vocabulary_of
 from quire.serving.text.tokenizer import load_tokenizer

@@ -23,8 +23,8 @@ from tests.families.features import check, prompts_of
 from tiny_models import MemoryCheckpoint
 from worker_executor import TinyEngine
 
-OWN_TESTS = {  # in test_gemma, test_gemma4, test_gpt_oss, test_gguf_layouts and test_gguf_encoders
-    "gemma2", "gemma3_text", "gemma4_text", "gpt_oss",
+OWN_TESTS = {  # in test_gemma, test_gemma3n, test_gemma4, test_gpt_oss, test_gguf_layouts and test_gguf_encoders
+    "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss",
     "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bert",
 }  # fmt: skip
 NOT_SAID = ("weights", "levels", "dtype", "rope")  # fields of a config that files say in another way

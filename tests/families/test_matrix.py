@@ -13,7 +13,7 @@ from family_bench import num_calls
 from family_models import CASES, CONFIGS, VARIANTS, FamilyCase
 from quire.runtime.models.registry import of_kind
 from tests.families.features import FEATURES, check
-from tests.families.matrix import FEW_FEATURES, NOT_YET, SAME_BLOCKS, SAME_KERNELS
+from tests.families.matrix import FEW_FEATURES, NOT_YET, SAME_BLOCKS, SAME_KERNELS, chosen
 from tests.families.table import CELL, cells_of, table_of, why_failed
 from tiny_models import DEVICE
 
@@ -34,6 +34,13 @@ def test_families_that_are_left_to_the_table_have_one_that_runs_the_same_kernels
     for same in (SAME_KERNELS, SAME_BLOCKS):
         assert {*same, *same.values()} <= CONFIGS.keys()
         assert not same.keys() & set(same.values())
+
+
+def test_the_table_has_the_families_that_are_named_or_all() -> None:
+    assert chosen([], ["opt", "gpt2"]) == ["gpt2", "opt"]
+    assert chosen(["opt"], ["opt", "gpt2"]) == ["opt"]
+    with pytest.raises(SystemExit, match=r"gpt3, llama: no such family in tests/support/family_models\.py"):
+        chosen(["gpt3", "opt", "llama"], ["opt", "gpt2"])
 
 
 def test_the_compiled_cpu_path_is_not_looked_for_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:

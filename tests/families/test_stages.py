@@ -25,10 +25,12 @@ LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention
 HYBRID = {"num_hidden_layers": 4, "layer_types": [LINEAR, FULL, LINEAR, FULL]}
 CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "gemma3_text": {"num_hidden_layers": 6, "layer_types": [SLIDING, SLIDING, FULL] * 2},  # windows have own blocks
+    "gemma3n_text": {"num_kv_shared_layers": 0},  # with several streams
     "gemma4_text": {"num_kv_shared_layers": 0},  # with inputs of each layer beside the stream
     "gemma4_text-moe": {"layer_types": [SLIDING, FULL, FULL, SLIDING, FULL]},
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "full"]},
     "granitemoehybrid": HYBRID,
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [0, 2]},
     "nemotron_h": {"hybrid_override_pattern": "M**-"},
     "nemotron_h-moe": {"hybrid_override_pattern": "ME*E*"},

@@ -44,14 +44,15 @@ def run(server: TestServer, command: list[str], **options: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-@pytest.mark.parametrize("block", CURL, ids=["anthropic", "ollama", "sglang"])
+@pytest.mark.parametrize("block", CURL, ids=["anthropic", "ollama", "sglang", "tgi"])
 def test_an_example_with_curl_is_answered(server: TestServer, block: str) -> None:
     each = [f"curl{part}" for part in block.replace(WRITTEN, server.url).split("curl")[1:]]
     answers = [run(server, ["sh", "-e", "-c", command]) for command in each]
     assert len(answers) >= 2
     for answer in answers:
         assert all("error" not in json.loads(line) for line in answer.splitlines())
-    said = [json.loads(line).get("message", {}).get("content", "") for line in answers[0].splitlines()]
+    pieces = [json.loads(line) for line in answers[0].splitlines()]
+    said = [piece.get("message", {}).get("content", "") for piece in pieces if isinstance(piece, dict)]
     assert SAID in answers[0] or "".join(said) == SAID
 
 
@@ -66,3 +67,13 @@ def test_the_example_with_the_ollama_package_is_answered(server: TestServer) -> 
     pytest.importorskip("ollama")
     (program,) = [block for block in blocks("python") if "ollama" in block]
     assert run(server, [sys.executable, "-c", program.replace(WRITTEN, server.url)]) == SAID
+
+
+def test_the_example_with_hugging_faces_client_is_answered(server: TestServer) -> None:
+    pytest.importorskip("huggingface_hub")
+    (program,) = [block for block in blocks("python") if "huggingface_hub" in block]
+    online = {"HF_HUB_OFFLINE": "0"}  # with 1, the client sends nothing to any server
+    assert (
+        run(server, [sys.executable, "-W", "ignore", "-c", program.replace(WRITTEN, server.url)], **online)
+        == SAID + "\n"
+    )

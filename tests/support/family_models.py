@@ -35,6 +35,10 @@ COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+NO_ATTENTION: dict[str, Any] = {
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), ...),
+    "intermediate_size": ..., "pad_token_id": 0,
+}  # fmt: skip
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24,
     "moe_intermediate_size": 32,
@@ -113,6 +117,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma3n_text": {
+        "head_dim": 16, "sliding_window": 9, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB - 5, "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.7, 0.0],
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
     "gemma4_text": {  # like E2B and E4B: heads twice as large, some layers read the keys of others
         "head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,
@@ -146,6 +156,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **GRANITE, **MAMBA, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
     },
+    "mamba": {**NO_ATTENTION, "state_size": 8, "time_step_rank": 6},
+    "falcon_mamba": {**NO_ATTENTION, "state_size": 16, "conv_kernel": 3, "use_bias": True, "mixer_rms_eps": 1e-3},
+    "jamba": {
+        "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 12,
+        "mamba_proj_bias": True, "pad_token_id": 0,
+    },
     "bamba": {**MAMBA, "attn_layer_indices": [1], "pad_token_id": 0},
     "nemotron_h": {
         "num_hidden_layers": ..., "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
@@ -172,6 +188,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_type": "longrope", "original_max_position_embeddings": 512,
             "short_factor": [1.0, 1.25, 2.0, 3.5], "long_factor": [1.0, 1.25, 2.0, 3.5],
         },
+    },
+    "youtu": {**LATENT, "moe_intermediate_size": ..., "q_lora_rank": 24},
+    "jais2": {"head_dim": 16},
+    "granite_swa": {
+        **GRANITE, "sliding_window": 9, "layer_rope_theta": [10_000.0, 500.0, 0],
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "hy_v3": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "mellum": {
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
     "helium": {"head_dim": 16, "pad_token_id": 0},
     "hunyuan_v1_dense": {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},

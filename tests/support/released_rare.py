@@ -11,6 +11,28 @@ MINICPM3_FACTORS = [
     15.906017515851266, 16.461961959767827, 16.740306425132907, 16.87581087164081, 16.940876586213283,
 ]  # fmt: skip
 RARE: dict[str, Settings] = {
+    "Jamba-v0.1": {
+        "architectures": ["JambaForCausalLM"], "model_type": "jamba", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "vocab_size": 65536, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "attention_dropout": 0.0, "attn_layer_offset": 4, "attn_layer_period": 8, "expert_layer_offset": 1,
+        "expert_layer_period": 2, "hidden_act": "silu", "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_state": 16,
+        "mamba_dt_rank": 256, "mamba_expand": 2, "mamba_proj_bias": False, "num_experts": 16, "num_experts_per_tok": 2,
+        "num_logits_to_keep": 1, "output_router_logits": False, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "use_mamba_kernels": True},
+    "gemma-3n-E2B-it": {
+        "architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "eos_token_id": [1, 106],
+        "text_config": {
+            "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20, "altup_active_idx": 0, "altup_coef_clip": 120.0,
+            "altup_correct_scale": True, "altup_lr_multiplier": 1.0, "altup_num_inputs": 4, "attention_bias": False,
+            "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size":
+            2048, "hidden_size_per_layer_input": 256, "intermediate_size": [8192] * 30, "laurel_rank": 64,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 6, "max_position_embeddings": 32768,
+            "model_type": "gemma3n_text", "num_attention_heads": 8, "num_hidden_layers": 30, "num_key_value_heads": 2,
+            "num_kv_shared_layers": 10, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq":
+            10000.0, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": 512, "vocab_size": 262400,
+            "vocab_size_per_layer_input": 262144},
+        "vision_config": {"architecture": "mobilenetv5_300m_enc", "model_type": "gemma3n_vision", "hidden_size": 2048},
+        "audio_config": {"model_type": "gemma3n_audio", "hidden_size": 1536}},
     "HyperCLOVAX-SEED-Think-14B": {
         "architectures": ["HyperCLOVAXForCausalLM"], "model_type": "hyperclovax", "hidden_size": 6144,
         "intermediate_size": 14336, "num_hidden_layers": 38, "vocab_size": 110592, "num_attention_heads": 48,

@@ -85,6 +85,7 @@ class StubReplica:
     name: str
     script: Script = field(default_factory=whole)
     health: int = 200
+    answers_health: Script | None = None  # in place of `health`
     metrics: bytes = b""
     metrics_status: int = 200
     models: tuple[str, ...] = ("m",)
@@ -129,7 +130,7 @@ class StubReplica:
             await self._until_hung_up(reader)
             return False
         if asked.path == "/health":
-            return await whole(self.health, b"{}")(asked, writer)
+            return await (self.answers_health or whole(self.health, b"{}"))(asked, writer)
         if asked.path == "/metrics":
             return await whole(self.metrics_status, self.metrics)(asked, writer)
         if asked.path == "/v1/models":

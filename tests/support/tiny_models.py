@@ -462,8 +462,9 @@ def greedy_reference(model: torch.nn.Module, prompt: Sequence[int], count: int) 
         for _ in range(count):
             begin = len(tokens) - fed.shape[1]  # transformers' Bamba counts positions from 0 in every call
             own = {"position_ids": begin + torch.arange(fed.shape[1])[None]} if _is_bamba(model) else {}
-            out = model(fed, past_key_values=cache, use_cache=True, **own)
-            cache = out.past_key_values
+            key = "cache_params" if hasattr(model, "backbone") else "past_key_values"  # of Mamba
+            out = model(fed, **{key: cache}, use_cache=True, **own)
+            cache = out[key]
             logits.append(out.logits[0, -1])
             tokens.append(int(logits[-1].argmax()))
             fed = torch.tensor([[tokens[-1]]])

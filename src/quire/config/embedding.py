@@ -11,6 +11,8 @@ from quire.config.facts import HardwareFacts
 from quire.config.lengths import model_length
 from quire.config.memory import PROCESS_BYTES, widest_activations
 from quire.config.model import DTYPE_BYTES, ModelConfig
+from quire.config.parallel import NO_PARALLEL, ParallelConfig, check_devices, check_encoder
+from quire.config.rank_model import check_shares, largest_rank
 from quire.config.resolve import device_capacity, resolve_device
 from quire.config.sizes import format_size, format_table
 from quire.types.errors import ConfigError, DoesNotFit
@@ -22,7 +24,8 @@ MASK_ELEMENTS = 1 << 26  # on a GPU: most elements of the masks of padded texts 
 TURNS = 8  # requests that share a batch if each has many texts
 _SETTINGS = {  # settings that apply to an encoder; enforce_eager is always true
     "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads", "seed",
-    "gpu_memory_utilization", "enforce_eager", "task",
+    "gpu_memory_utilization", "enforce_eager", "task", "tensor_parallel_size", "pipeline_parallel_size", "executor",
+    "rank_timeout",
 }  # fmt: skip
 
 
@@ -133,6 +136,7 @@ class EncoderConfig:
     max_num_seqs: int  # texts per batch
     max_num_batched_tokens: int  # tokens per batch, with all texts padded to the longest
     seed: int = 0
+    parallel: ParallelConfig = NO_PARALLEL  # the ranks that share its layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +193,14 @@ def resolve_encoder_config(
 
     By default weights keep the dtype of the checkpoint, because embeddings are compared with those made elsewhere.
     """
-    read_arguments(args)
+    parallel = read_arguments(args).parallel
+    check_encoder(parallel)
     _refuse_others(args)
     if args.dtype == "auto":
         args = replace(args, dtype=model.dtype)
     device = resolve_device(args, facts, model)
+    check_devices(parallel, device.device, len(facts.cuda))
+    check_shares(model, parallel, device.kv_dtype)
     kind, length = device.device.partition(":")[0], _text_length(args, model, settings)
     num_tokens = args.max_num_batched_tokens
     if num_tokens is None:
@@ -201,7 +208,7 @@ def resolve_encoder_config(
     elif num_tokens < length:
         fix = f"raise it to {length} or more, or lower max_model_len"
         raise ConfigError("max_num_batched_tokens", f"is {num_tokens}, and a text may have {length} tokens", fix)
-    config = EncoderConfig(device, length, args.max_num_seqs or DEFAULT_NUM_TEXTS, num_tokens, args.seed)
+    config = EncoderConfig(device, length, args.max_num_seqs or DEFAULT_NUM_TEXTS, num_tokens, args.seed, parallel)
     plan_encoder_memory(args, facts, model, config, settings).check()
     return config
 
@@ -227,14 +234,16 @@ def _text_length(args: EngineArguments, model: ModelConfig, settings: EmbeddingS
 def plan_encoder_memory(
     args: EngineArguments, facts: HardwareFacts, model: ModelConfig, config: EncoderConfig, settings: EmbeddingSettings
 ) -> EncoderMemory:
-    """Compute the memory that an encoder needs. Allocates nothing; `EncoderMemory.check` raises if it does not fit."""
+    """Compute the memory that an encoder needs, or the rank that needs most. Allocates nothing; `EncoderMemory.check`
+    raises if it does not fit."""
+    model = largest_rank(model, config.parallel)
     device, kind = config.device.device, config.device.device.partition(":")[0]
     has_units = facts.computes(config.device.dtype, device)
     value_bytes = DTYPE_BYTES[config.device.dtype if has_units else "float32"]
     dense = sum(layer.parameters for layer in settings.dense)
     return EncoderMemory(
         device=device,
-        capacity=device_capacity(args, facts, device),
+        capacity=device_capacity(args, facts, device) // (config.parallel.num_ranks if kind == "cpu" else 1),
         process=PROCESS_BYTES[kind],
         weights=model.num_parameters * value_bytes + dense * DTYPE_BYTES["float32"],
         token_bytes=widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"]),

@@ -361,7 +361,9 @@ def widest_activations(model: ModelConfig) -> int:
         mixer = 2 * recurrent.channels + 2 * recurrent.value_size + 2 * recurrent.value_heads
     gate = heads.query_size if model.attention_gate else 0
     beside = 3 * model.num_layers * model.per_layer_input
-    return 4 * model.hidden_size + beside + max(attention + gate, mlp, mixer)
+    if any(model.sparsity):
+        mlp += 2 * model.intermediate_size
+    return 2 * (model.hidden_size + model.stream_size) + beside + max(attention + gate, mlp, mixer)
 
 
 def _widest_mixture(hidden: int, experts: Experts) -> int:

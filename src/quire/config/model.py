@@ -198,7 +198,6 @@ class MtpHead:
 
 SUPER_BLOCK = 256  # weights of neighbouring inputs in a super-block of Q2_K and Q3_K, whose factors share a scale
 MXFP4 = "mxfp4"  # the quantization of gpt-oss
-MXFP4_GROUP = 32  # weights of neighbouring inputs per scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +236,10 @@ class ModelConfig:
     token_size: int = 0  # of embeddings that are projected to the hidden size, and back in front of the head; 0: none
     norms_last: bool = False  # layer norms follow the residual additions, and the last block has no norm behind it
     per_layer_input: int = 0  # size of the per-layer embedding that each layer reads besides the residual
+    per_layer_vocab: int = 0  # tokens with such an embedding; others have that of token 0; 0: all
+    streams: int = 1  # residual streams, of which layers read the first and change all (AltUp)
+    laurel_rank: int = 0  # of a residual addition of low rank beside attention (LAuReL); 0: none
+    sparsity: tuple[float, ...] = ()  # per layer: share of an MLP's gates that are cut to zero; (): none
     double_wide: bool = False  # layers that read another layer's keys have an MLP of twice the size
     attention_scale: float | None = None  # None: 1 / sqrt(heads.dim)
     attention_softcap: float | None = None
@@ -273,6 +276,11 @@ class ModelConfig:
     def embedding_size(self) -> int:
         """Elements of a token's embedding, and of the vector that the output head multiplies."""
         return self.token_size or self.hidden_size
+
+    @property
+    def stream_size(self) -> int:
+        """Elements of a token in all residual streams."""
+        return self.streams * self.hidden_size
 
     @property
     def head_vocab_size(self) -> int:
@@ -315,6 +323,9 @@ class ModelConfig:
         """Return the layer whose keys and values a layer reads."""
         return self.kv_layers[layer] if self.kv_layers else layer
 
+    def sparsity_of(self, layer: int) -> float:
+        return self.sparsity[layer] if self.sparsity else 0.0
+
     def mlp_size_of(self, layer: int) -> int:
         is_wide = self.double_wide and self.kv_layer_of(layer) != layer
         return self.intermediate_size * (2 if is_wide else 1)
@@ -322,7 +333,11 @@ class ModelConfig:
     @property
     def kv_specs(self) -> tuple[KVCacheSpec, ...]:
         """What each layer of the stage keeps for later tokens, except layers that read the keys of another layer."""
-        return tuple(spec for layer in self.layers for spec in self._specs_of(layer))
+        specs = tuple(spec for layer in self.layers for spec in self._specs_of(layer))
+        if any(map(self.attends, range(self.num_layers))):
+            return specs
+        heads = self.heads  # of a model without attention: their blocks only name tokens, whose states are kept
+        return (*specs, KVCacheSpec("full", heads.sides * heads.kv_size, unit=heads.sides * heads.dim))
 
     def _specs_of(self, layer: int) -> Iterator[KVCacheSpec]:
         if self.recurrent is not None and self.is_recurrent(layer):
@@ -382,19 +397,3 @@ class ModelConfig:
         firsts = 2 if self.experts.is_gated else 1  # matrices in front of the activation
         biases = firsts * size + hidden if self.experts.has_bias else 0
         return self.num_parameters - mixtures * others * ((firsts + 1) * hidden * size + biases) // num
-
-
-def mxfp4_experts(model: ModelConfig) -> StoredLevels:
-    """Return the experts that a GPU holds as stored (MXFP4): 4 bits per weight in steps of 128 inputs and panels of 64
-    outputs, and two bytes of scale per 32 inputs. A rank without whole groups of inputs expands the down
-    projections."""
-    experts = model.experts
-    if experts is None:
-        return StoredLevels(has_table=False)
-    hidden, size = experts.width(model.hidden_size), experts.size
-    count = len(model.layers) * (experts.num if experts.held is None else experts.held)
-    shapes = (((2 if experts.is_gated else 1) * size, hidden), (hidden, size))
-    kept = [shape for shape in shapes if shape[1] % MXFP4_GROUP == 0]
-    numbers = sum(outputs * inputs for outputs, inputs in kept)
-    held = sum(-(-outputs // 64) * 64 * (-(-inputs // 128) * 72) for outputs, inputs in kept)
-    return StoredLevels(gpu_parameters=count * numbers, gpu_bytes=count * held, has_table=False)

@@ -187,11 +187,11 @@ def check_together(config: ParallelConfig, layout: str, *, is_mixture: bool) -> 
         raise ConfigError("enable_expert_parallel", "the model has no experts", "leave it out")
 
 
-def check_one_rank(tensor: int, pipeline: int, executor: str) -> None:
-    """Raise ConfigError if an encoder, which runs as one rank, is given settings of ranks."""
-    given = {"tensor_parallel_size": (tensor, 1), "pipeline_parallel_size": (pipeline, 1)}
-    for name, (value, one) in given.items():
-        if value != one:
-            raise ConfigError(name, f"is {value!r:.80}, and an encoder runs on one device", "set it to 1")
-    if executor not in ("auto", "single", "uni"):
-        raise ConfigError("executor", f"is {executor!r:.80}, and an encoder runs in one process", "leave it out")
+def check_encoder(config: ParallelConfig) -> None:
+    """Raise ConfigError for settings of ranks that do not work with an encoder."""
+    if config.pipeline > 1:
+        reason = f"is {config.pipeline}, and an encoder is not divided into stages"
+        raise ConfigError("pipeline_parallel_size", reason, "leave it out, or raise tensor_parallel_size")
+    if config.executor not in ("single", "processes"):
+        reason = f"is {config.executor!r}, and the ranks of an encoder are processes of one machine"
+        raise ConfigError("executor", reason, "leave it out")

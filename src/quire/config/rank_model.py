@@ -7,7 +7,8 @@ from dataclasses import replace
 from math import ceil
 
 from quire.config.kv_cache import lay_out, stored_specs
-from quire.config.model import MXFP4, SUPER_BLOCK, Experts, Heads, ModelConfig, mxfp4_experts
+from quire.config.model import MXFP4, SUPER_BLOCK, Experts, Heads, ModelConfig
+from quire.config.mxfp4 import mxfp4_experts
 from quire.config.parallel import ParallelConfig, RankPlace, share_heads, share_of, share_size
 from quire.config.recurrent import Recurrent
 from quire.config.weight_counts import StoredLevels, WeightCounts
@@ -45,8 +46,6 @@ def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) ->
     if num is not None and num < parallel.tensor:
         reason = f"{parallel.tensor} ranks cannot share {num} experts, of which each has whole ones"
         raise ConfigError(_SETTING, reason, f"set it to {num} or less, or leave enable_expert_parallel out")
-    if model.encoder is not None:
-        raise ConfigError(_SETTING, "encoders are not shared by ranks", "leave it out")
     ranks = models_of_ranks(model, parallel)
     sizes = _sizes(model, whole_experts=parallel.expert)
     if 0 in [len(share_size(size, parallel.tensor - 1, parallel.tensor)) for size in sizes]:
@@ -181,7 +180,7 @@ def _experts(experts: Experts, index: int, size: int, *, whole: bool) -> Experts
 
 
 def _recurrent(recurrent: Recurrent, index: int, size: int) -> Recurrent:
-    if recurrent.kind == "convolution":
+    if recurrent.kind in ("convolution", "selective"):
         return replace(recurrent, value_heads=len(share_size(recurrent.value_heads, index, size)))
     share = share_heads(recurrent.value_heads, recurrent.key_heads, index, size)
     return replace(recurrent, value_heads=len(share.query), key_heads=len(share.kv))

@@ -18,13 +18,24 @@ class Mamba:
 
 
 @dataclass(frozen=True, slots=True)
+class Selective:
+    """The options of Mamba layers (the first Mamba). Step sizes, B and C may be normed."""
+
+    rank: int  # of step sizes, before they are projected to all channels
+    norm_eps: float | None = None  # None: no norms
+    learned_norms: bool = False  # the norms have weights
+    has_bias: bool = False  # of the projections from and to the hidden state
+
+
+@dataclass(frozen=True, slots=True)
 class Recurrent:
     """Recurrent layers, which keep a state of fixed size instead of keys and values. Their inputs pass a causal
     convolution over `width` tokens, whose last `width` - 1 inputs are part of the state.
 
     A gated delta net ("delta") convolves queries, keys and values. A Mamba-2 layer ("mamba") convolves x, B and C: its
-    heads are the value heads, its groups the key heads. A "convolution" is nothing else: it has one key head of no
-    elements, and a value head of one element for each channel.
+    heads are the value heads, its groups the key heads. A Mamba layer ("selective") convolves x: it has no key heads,
+    and for each channel a value head of one element, with a state of `key_dim` elements. A "convolution" is nothing
+    else: it has one key head of no elements, and a value head of one element for each channel.
     """
 
     key_heads: int
@@ -34,9 +45,10 @@ class Recurrent:
     width: int  # tokens in the convolution
     layers: tuple[int, ...]  # the recurrent layers; all others are attention layers
     joined: bool = False  # checkpoints store the input projections interleaved by key head, in two matrices
-    kind: Literal["delta", "mamba", "convolution"] = "delta"
+    kind: Literal["delta", "mamba", "selective", "convolution"] = "delta"
     has_bias: bool = False  # of the convolution; of a "convolution" layer: of its projections too
     mamba: Mamba | None = None  # of Mamba-2 layers
+    selective: Selective | None = None  # of Mamba layers
     beside_attention: bool = False  # recurrent layers attend too
 
     @property

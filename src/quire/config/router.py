@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from quire.config.server import AccessConfig, ListenConfig
+from quire.config.server_url import split_server_url
 from quire.types.errors import ConfigError
 
 DEFAULT_CACHE_TOKENS = 500_000
@@ -36,7 +36,7 @@ class ReplicaAddress:
     @property
     def authority(self) -> str:
         """The value of the Host header."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = f"[{self.host.partition('%')[0]}]" if ":" in self.host else self.host  # the zone is of this machine
         is_usual = self.port == (443 if self.is_tls else 80)
         return host if is_usual or self.socket is not None else f"{host}:{self.port}"
 
@@ -49,24 +49,20 @@ def read_replica(text: str, name: str | None = None, setting: str = "replica") -
     """Parse http://HOST:PORT, https://HOST:PORT or unix:PATH, with an optional NAME= in front. Raises ConfigError."""
     given, equals, rest = text.partition("=")
     if equals and "/" not in given and ":" not in given:
-        name, text = given, rest
+        name, text = _checked(setting, given), rest
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path.startswith("/"):
             raise ConfigError(setting, f"{text!r} has no absolute path", "write it like unix:/run/quire/api.sock")
         return ReplicaAddress(name=_checked(setting, name or path.rpartition("/")[2]), socket=path)
-    parts = urlsplit(text)
     try:
-        port = parts.port
+        parts = split_server_url(text)
     except ValueError:
-        port = -1
-    bad = parts.scheme not in ("http", "https") or not parts.hostname or port == -1
-    if bad or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(setting, f"{text!r} is not the address of a server", "write it like http://127.0.0.1:8001")
-    is_tls = parts.scheme == "https"
-    found = port or (443 if is_tls else 80)
+        reason = f"{text[:200]!r} is not the address of a server"
+        raise ConfigError(setting, reason, "write it like http://127.0.0.1:8001") from None
+    is_tls, host = parts.scheme == "https", parts.hostname or ""
+    found = parts.port or (443 if is_tls else 80)
     base = parts.path.rstrip("/").removesuffix("/v1")
-    host = parts.hostname or ""
     own = name or f"{re.sub('[^A-Za-z0-9.-]', '-', host).strip('-')}-{found}"
     return ReplicaAddress(name=_checked(setting, own), host=host, port=found, is_tls=is_tls, base_path=base)
 

@@ -119,6 +119,7 @@ def _fit_head(draft: ModelConfig, head: EagleHead, target: ModelConfig) -> Model
         "attention over latents": target.latent is not None,
         "two kinds of heads": target.local_heads is not None,
         "a vision tower": target.vision is not None,
+        "several residual streams": target.streams > 1,
         "scaled embeddings": target.embedding_scale != 1.0,
     }
     for what, is_there in lacks.items():

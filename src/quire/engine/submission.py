@@ -65,23 +65,28 @@ def check_request(
             f"has {prompt} tokens, which leaves no room in max_model_len={config.max_model_len}",
             f"shorten it to {config.max_model_len - 1} tokens or raise max_model_len",
         )
-    _check_sequences(request, config, has_text=has_text)
+    is_single = request.beam is None and sampling.n == 1 and sampling.best_of is None
+    if not is_single:
+        _check_sequences(request, config, has_text=has_text)
     if request.priority and config.policy != "priority":
         reason = f"means nothing to the {config.policy!r} policy"
         raise InvalidRequest("priority", reason, 'leave it out or use policy="priority"')
     check_vocabulary("prompt", request.prompt_token_ids, vocab_size)
-    check_images(request, config.images)
+    if request.images or config.images is not None:
+        check_images(request, config.images)
     if request.rules.bad_words:
         check_vocabulary("bad_words", [token for word in request.rules.bad_words for token in word], vocab_size)
-    for field in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
-        if ids := getattr(sampling, field):
-            check_vocabulary(field, ids, vocab_size)
+    if sampling.stop_token_ids or sampling.allowed_token_ids or sampling.logit_bias or sampling.logprob_token_ids:
+        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+            check_vocabulary(field, getattr(sampling, field) or (), vocab_size)
     if (sampling.prompt_logprobs_start or 0) > prompt:
         reason = f"is {sampling.prompt_logprobs_start}, and the prompt has {prompt} tokens"
         raise InvalidRequest("prompt_logprobs_start", reason, f"use at most {prompt}")
     room = config.max_model_len - prompt
     limit = prompt + (room if sampling.max_tokens is None else min(sampling.max_tokens, room))
-    _check_fits(request, limit, cache, num_pinned, config.max_num_batched_tokens)
+    fits_alone = is_single and limit <= (cache.num_blocks - num_pinned) * cache.block_size
+    if not fits_alone or cache.groups.window is not None:
+        _check_fits(request, limit, cache, num_pinned, config.max_num_batched_tokens)
     if config.policy in RESERVING:
         _check_reservation(request, limit, cache, config)
     return limit
@@ -101,9 +106,10 @@ def _check_pooling(request: Submit) -> None:
 def _check_types(request: Submit) -> None:
     """Raise InvalidRequest if a field has another type than its annotation. Otherwise the scheduler would fail on it
     later, and end every request."""
-    for field in ("cache_salt", "tenant", "pin", "adapter"):
-        if not isinstance(getattr(request, field), str):
-            raise InvalidRequest(field, f"is {getattr(request, field)!r}, not a text", "send a string")
+    if not type(request.cache_salt) is type(request.tenant) is type(request.pin) is type(request.adapter) is str:
+        for field in ("cache_salt", "tenant", "pin", "adapter"):
+            if not isinstance(getattr(request, field), str):
+                raise InvalidRequest(field, f"is {getattr(request, field)!r}, not a text", "send a string")
     if type(request.priority) is not int:
         raise InvalidRequest("priority", f"is {request.priority!r}, not a whole number", "send an integer")
     for token in request.rules.end_ids:
@@ -266,7 +272,7 @@ def make_group(request: Submit, ordinal: int, limit: int, handle: int, vocab_siz
         ends_by_text = bool(sampling.stops or request.rules.grammar)
         search = BeamSearch(request.beam, outputs, num_ends, vocab_size, ends_by_text=ends_by_text)
         sampling = replace(sampling, temperature=0.0)  # the search uses the candidates, not the sampled tokens
-    elif sampling.num_sequences > sampling.n and sampling.logprobs is None:
+    elif sampling.best_of is not None and sampling.best_of > sampling.n and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # its samples are ranked by the logprobs of their tokens
     return Group(request, ordinal, limit, _seed_for(request, engine_seed, ordinal), handle, sampling, search)
 

@@ -24,7 +24,7 @@ from quire.config.lengths import with_usable_indexer
 from quire.config.memory import MemoryPlan
 from quire.config.memory_check import check_memory
 from quire.config.model import ModelConfig
-from quire.config.parallel import check_one_rank
+from quire.config.parallel import check_encoder
 from quire.config.rank_model import models_of_ranks
 from quire.config.resolve import resolve_engine_config
 from quire.config.speculation import DRAFT_MODEL, read_speculation
@@ -40,7 +40,7 @@ from quire.engine.encoder_core import EncoderCore
 from quire.engine.executor import Executor
 from quire.engine.speculation.registry import make_proposers
 from quire.runtime.device_memory import read_device_memory
-from quire.runtime.encoder.encoder import TextEncoder
+from quire.runtime.encoder.encoder import TextEncoder, TextRunner
 from quire.runtime.encoder.executor import EncoderExecutor
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.hardware import detect_hardware
@@ -185,9 +185,13 @@ class PlannedEncoder:
     config: EncoderConfig
     settings: EmbeddingSettings
 
-    def build(self, load_format: Literal["auto", "dummy"], progress: Progress) -> TextEncoder:
+    def build(self, load_format: Literal["auto", "dummy"], progress: Progress) -> TextRunner:
         """Load the weights and return the encoder. Its `close` frees the memory."""
         files, model, config = self.files, self.model, self.config
+        if config.parallel.executor == "processes":
+            from quire.runtime.encoder.ranked import EncoderJob, RankedEncoder  # imported late: not needed otherwise
+
+            return RankedEncoder(EncoderJob(files, model, config, self.settings, load_format), progress)
         return TextEncoder(files, model, config, self.settings, load_format=load_format, progress=progress)
 
     def build_core(self, load_format: Literal["auto", "dummy"], progress: Progress) -> EncoderCore:
@@ -221,8 +225,11 @@ def plan_model(
     settings = read_pooling_settings(files, arguments.task)
     if settings is None or kind in DECODERS:
         return replace(_plan_engine(files, model, arguments, offline=offline), settings=settings)
-    check_one_rank(arguments.tensor_parallel_size, arguments.pipeline_parallel_size, arguments.executor)
-    config = resolve_encoder_config(arguments, detect_hardware(), model, settings)
+    parallel = read_arguments(arguments).parallel
+    check_encoder(parallel)
+    models_of_ranks(model, parallel)
+    counted = count_rank_weights(model, parallel)
+    config = resolve_encoder_config(arguments, detect_hardware(), counted, settings)
     return PlannedEncoder(files, model, config, settings)
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 from quire.serving.batch import Batch, Ended
 from quire.serving.client import EngineClient
 from quire.serving.outputs import StreamPiece
+from quire.serving.terminal import PausedCollections
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import EngineDead, InvalidRequest, QuireError
 from quire.types.output import CompletionOutput, RequestOutput
@@ -107,6 +108,7 @@ class EngineThread:
         self._commands: set[Future[StandbyState]] = set()  # that have not ended
         self._changed = threading.Condition()
         self._stops = False
+        self._garbage = PausedCollections()  # paused while a request is live
         self.error: QuireError | None = None  # why the engine takes no more requests; None while it does
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
@@ -184,11 +186,13 @@ class EngineThread:
             while self._run_calls():
                 if self._batch.is_live:
                     self._step()
+                    self._garbage.collect()
                 self._client.advance()
                 if self.error is not None:
                     raise self.error
         except Exception as error:  # noqa: BLE001 - reported to every live request below
             reason = str(error) if isinstance(error, QuireError) else f"the engine failed: {error!r}"
+        self._garbage.resume()
         with self._changed:
             self.error = EngineDead(reason)
             calls, self._calls = list(self._calls), deque()
@@ -204,9 +208,11 @@ class EngineThread:
         """Run the queued calls, or wait if there is nothing to do. Returns False if the thread must end."""
         with self._changed:
             while not (self._calls or self._stops or (self._batch.is_live and not self._client.is_resting)):
+                self._garbage.resume()
                 self._changed.wait()
             if self._stops:
                 return False
+            self._garbage.pause()
             calls, self._calls = list(self._calls), deque()
         for call in calls:
             call()

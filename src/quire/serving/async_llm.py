@@ -107,16 +107,16 @@ class AsyncLLM(AsyncStandby):
             if len(read) != 1:
                 raise InvalidRequest("prompt", f"are {len(read)} prompts", "call generate once for each")
             (sampling,) = pair_sampling(params, 1, self._default_sampling)
-            sampling = replace(sampling, output_kind=RequestOutputKind.CUMULATIVE)  # `_Stream` makes the other kinds
+            if kind is not RequestOutputKind.CUMULATIVE:  # `OutputStream` makes the other kinds
+                sampling = replace(sampling, output_kind=RequestOutputKind.CUMULATIVE)
             (request,) = self._loaded.requests.make(read, [sampling], priorities=[priority])
-            return replace(request, request_id=f"request-{request.request_id}", adapter=adapter), read[0].text
+            if request_id is not None and (not request_id or type(request_id) is not str):
+                raise InvalidRequest("request_id", f"must be text, got {request_id!r}")
+            name = f"request-{request.request_id}" if request_id is None else request_id
+            return replace(request, request_id=name, adapter=adapter), read[0].text
 
         self._engine.check()
         request, text = await loop.run_in_executor(self._text, prepare)
-        if request_id is not None:
-            if not request_id or type(request_id) is not str:
-                raise InvalidRequest("request_id", f"must be text, got {request_id!r}")
-            request = replace(request, request_id=request_id)
         stream = OutputStream(request, text, kind, loop)
         self._engine.submit(stream)
         return stream

@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from quire.config.engine import SchedulerConfig
 from quire.serving.client import EngineClient
-from quire.serving.outputs import OutputBuilder, RequestFollower, StreamPiece, logprobs_by_handle, request_fault
+from quire.serving.outputs import (
+    OutputBuilder,
+    RequestFollower,
+    SampleText,
+    StreamPiece,
+    logprobs_by_handle,
+    request_fault,
+)
 from quire.serving.requests import Prompt
 from quire.serving.terminal import DeferredInterrupt
 from quire.serving.text.tokenizer import Tokenizer
@@ -31,7 +36,7 @@ class _Live:
     handle: int  # of sample 0
     place: int  # index into the list of outputs
     submitted_at: float
-    follower: RequestFollower
+    follower: RequestFollower | None  # None: its samples are decoded at their end
 
 
 class Ended(NamedTuple):
@@ -73,7 +78,7 @@ class Batch:
 
     @property
     def num_finished(self) -> int:
-        """How many requests have ended, of those whose outputs are kept."""
+        """How many requests whose outputs are kept have ended."""
         return len(self._outputs) - len(self._live)
 
     @property
@@ -83,13 +88,15 @@ class Batch:
 
     def submit(self, request: Submit, prompt: str | None) -> None:
         """Queue one request. Raises InvalidRequest and leaves the batch unchanged."""
-        follower = RequestFollower(request, self._tokenizer, wants_all=self._follow_all)
+        follower = None
+        if self._follow_all or request.sampling.ends_by_text:
+            follower = RequestFollower(request, self._tokenizer, wants_all=self._follow_all)
         handle = self._client.submit(request)
         live = _Live(request, prompt, handle, len(self._outputs), time.monotonic(), follower)
         self._live[request.request_id] = live
         if self._keep_outputs:
             self._outputs.append(None)
-        if follower.is_followed:
+        if follower is not None and follower.is_followed:
             self._followed.update((handle + index, (live, index)) for index in range(request.sampling.n))
 
     def step(self) -> list[StreamPiece]:
@@ -122,7 +129,7 @@ class Batch:
             if followed is None:
                 continue
             live, index = followed
-            sample = live.follower.texts.get(index)
+            sample = None if live.follower is None else live.follower.texts.get(index)
             text = "" if sample is None else sample.push(token_id)
             if self._follow_all:
                 logprobs = self._read_logprobs(live, entries[handle].pop(0)) if entries.get(handle) else ()
@@ -141,19 +148,22 @@ class Batch:
         return QuireError(reason) if self._client.dead is None else EngineDead(reason)
 
     def _end(self, live: _Live, finished: Finished) -> list[StreamPiece]:
-        rest = live.follower.finish(finished)
-        for index in range(live.request.sampling.n):
-            self._followed.pop(live.handle + index, None)
-        output = self._builder.build(live.request, live.prompt, finished, live.follower.texts)
+        rest: dict[int, str] = {}
+        texts: dict[int, SampleText] = {}
+        if (follower := live.follower) is not None:
+            rest, texts = follower.finish(finished), follower.texts
+            for index in range(live.request.sampling.n):
+                self._followed.pop(live.handle + index, None)
+        output = self._builder.build(live.request, live.prompt, finished, texts)
         output.metrics["latency_seconds"] = time.monotonic() - live.submitted_at
         error = None if finished.error is None else request_fault(finished) or self._failure(finished.error)
         self._ended.append(Ended(output, error))
         if self._keep_outputs:
             self._outputs[live.place] = output
             self.errors += [] if error is None else [error]
-        if not self._follow_all:
+        if not self._follow_all or follower is None:
             return []
-        name, is_new = live.request.request_id, live.follower.is_ranked
+        name, is_new = live.request.request_id, follower.is_ranked
         return [
             StreamPiece(
                 one.index,
@@ -211,42 +221,6 @@ class Feed:
                 raise InvalidRequest(where + error.field, error.reason, error.fix) from None
             self._next += 1
         return sum(len(request.prompt_token_ids) for request in requests)
-
-
-_NEW_OBJECTS = 25_000  # new objects that are left when young ones are collected, which takes some milliseconds
-_MORE_OBJECTS = 500_000  # the same before all are collected, unless the process has more objects
-
-
-class PausedCollections:
-    """While entered, Python does not collect garbage by itself: `collect` does, which is called between two steps.
-
-    A batch makes many objects and no reference cycles. Python's automatic collections would scan them repeatedly, and
-    with them every object of the process: a third of a million once torch is imported.
-    """
-
-    def __enter__(self) -> Self:
-        self._was_enabled, self._num_added, self._most_added = gc.isenabled(), 0, _MORE_OBJECTS
-        gc.disable()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._was_enabled:
-            gc.enable()
-
-    def collect(self) -> None:
-        """Collect garbage among the objects that are new since the last call, if there are enough of them; among all
-        objects, if their number may have doubled since the last time."""
-        num_new = gc.get_count()[0]
-        if num_new < _NEW_OBJECTS:
-            return
-        self._num_added += num_new
-        if self._num_added < self._most_added:
-            gc.collect(0)
-        else:
-            gc.collect()
-            self._num_added, self._most_added = 0, max(_MORE_OBJECTS, len(gc.get_objects()))
 
 
 class LiveRequest:

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.config.embedding import EncoderConfig, PoolingModel, describe_decoder_pooling
 from quire.config.model import ModelConfig
-from quire.runtime.encoder.encoder import TextEncoder
+from quire.runtime.encoder.encoder import TextRunner
 from quire.runtime.finished_rows import finish_rows
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.hf.pooling_task import read_pooling_settings
@@ -28,7 +28,7 @@ Advance = Callable[[int], None]  # called with how many texts are done
 class LoadedTexts:
     """A loaded encoder, and the reader that tokenizes and checks texts for it."""
 
-    encoder: TextEncoder
+    encoder: TextRunner
     config: EncoderConfig
     model: PoolingModel
     reader: TextReader

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias, Unpack
 
 from quire.config.arguments import EngineSettings
-from quire.serving.batch import Batch, Feed, LiveRequest, LiveRequests, PausedCollections, branch_of
+from quire.serving.batch import Batch, Feed, LiveRequest, LiveRequests, branch_of
 from quire.serving.loading import LoadedModel, LoadFormat, load_model
 from quire.serving.lora import LoRARequest, load_loras, take_loras, with_lora
 from quire.serving.offline import ShowsProgress
@@ -30,7 +30,7 @@ from quire.serving.requests import (
     read_prompts,
 )
 from quire.serving.standby import StandbyModel
-from quire.serving.terminal import DeferredInterrupt, ProgressLine
+from quire.serving.terminal import DeferredInterrupt, PausedCollections, ProgressLine
 from quire.serving.text.chat_template import ChatTemplates
 from quire.serving.vllm_arguments import CallArguments, check_call
 from quire.types.adapters import AdapterInfo

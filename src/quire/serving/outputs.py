@@ -241,11 +241,13 @@ class OutputBuilder:
             prompt_logprobs = [
                 None if line is None else self._read_line(*line) for line in finished.prompt_logprobs.lines()
             ]
+        if len(outputs) > 1:
+            outputs.sort(key=lambda output: output.index)
         return RequestOutput(
             request_id=request.request_id,
             prompt=prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
-            outputs=sorted(outputs, key=lambda output: output.index),
+            prompt_token_ids=request.prompt_token_ids.tolist(),
+            outputs=outputs,
             finished=True,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=finished.num_cached_tokens,
@@ -257,20 +259,17 @@ class OutputBuilder:
     def _completion(
         self, request: Submit, end: SampleEnd, text: SampleText | None, error: str | None
     ) -> CompletionOutput:
-        end = cut_at_stop(end, text)
+        if text is not None:
+            end = cut_at_stop(end, text)
         stop_reason = error if end.finish_reason == "error" else end.stop_reason
-        token_ids, logprobs = end.token_ids, end.logprobs
-        wants_logprobs = request.sampling.logprobs is not None
-        num_named = len(tuple(request.sampling.logprob_token_ids or ()))
+        token_ids, total, entries = end.token_ids, end.cumulative_logprob, None
+        if request.sampling.logprobs is not None:
+            num_named = len(tuple(request.sampling.logprob_token_ids or ()))
+            entries = [self.read_logprobs(entry, num_named) for entry in end.logprobs]
+            total = _sum_of(end.logprobs)
+        shown = self._decode(request, token_ids) if text is None else text.text
         return CompletionOutput(
-            index=end.index,
-            text=self._decode(request, token_ids) if text is None else text.text,
-            token_ids=list(token_ids),
-            cumulative_logprob=_sum_of(logprobs) if wants_logprobs else end.cumulative_logprob,
-            logprobs=[self.read_logprobs(entry, num_named) for entry in logprobs] if wants_logprobs else None,
-            finish_reason=end.finish_reason,
-            stop_reason=stop_reason,
-            score=end.score,
+            end.index, shown, list(token_ids), total, entries, end.finish_reason, stop_reason, end.score
         )
 
     def _decode(self, request: Submit, token_ids: Sequence[int]) -> str:

@@ -48,9 +48,9 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 _Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, to be made faster
 class Prompt:
-    """A prompt: text that is still to be tokenized, or token ids."""
+    """A prompt: text that is still to be tokenized, or token ids. Never changed after it is made."""
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
@@ -169,6 +169,8 @@ def _as_list(given: Any) -> Any:
 
 
 def _read_prompt(prompt: object, where: str) -> Prompt:
+    if type(prompt) is list or type(prompt) is tuple:  # before slower checks
+        return Prompt(None, _read_ids(prompt, where))
     prompt = _as_list(prompt)
     if isinstance(prompt, str):
         return Prompt(text=prompt)

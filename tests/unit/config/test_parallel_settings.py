@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.config.arguments import EngineArguments, read_arguments
-from quire.config.parallel import ParallelConfig, check_devices, check_one_rank, check_together
+from quire.config.parallel import ParallelConfig, check_devices, check_encoder, check_together
 from quire.types.errors import ConfigError
 
 
@@ -68,7 +68,7 @@ def test_what_does_not_work_with_several_ranks_is_refused() -> None:
         check_together(config, "virtual", is_mixture=True)
     with pytest.raises(ConfigError, match="^enable_expert_parallel: the model has no experts"):
         check_together(config, "paged", is_mixture=False)
-    check_one_rank(1, 1, "auto")
-    for given in ((2, 1, "auto"), (1, 2, "auto"), (1, 1, "processes")):
-        with pytest.raises(ConfigError, match="an encoder runs"):
-            check_one_rank(*given)
+    check_encoder(ParallelConfig(2, executor="processes"))
+    for given in (ParallelConfig(1, 2, executor="processes"), ParallelConfig(2, executor="ray")):
+        with pytest.raises(ConfigError, match="encoder"):
+            check_encoder(given)

@@ -8,7 +8,8 @@ import pytest
 
 from quire.config.engine import DeviceConfig
 from quire.config.memory import kv_block_bytes
-from quire.config.model import MXFP4, Experts, Heads, mxfp4_experts
+from quire.config.model import MXFP4, Experts, Heads
+from quire.config.mxfp4 import mxfp4_experts
 from quire.config.parallel import NO_PARALLEL, ParallelConfig, share_size
 from quire.config.rank_model import check_shares, largest_rank, rank_model
 from quire.config.recurrent import Recurrent

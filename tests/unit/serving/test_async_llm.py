@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
@@ -67,6 +68,31 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 async def outputs_of(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in stream]
+
+
+def test_python_collects_no_garbage_by_itself_while_a_request_is_live(make_async: MakeAsync) -> None:
+    seen = []
+
+    def watch(prompt: str, index: int) -> str:
+        seen.append(gc.isenabled())
+        return prompt
+
+    llm, was_enabled = make_async(watch), gc.isenabled()
+    gc.enable()
+    try:
+        run(outputs_of(llm.generate("one", LONG)))
+        until = time.monotonic() + 30
+        while not gc.isenabled() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert gc.isenabled()  # while the engine waits for a request
+        run(outputs_of(llm.generate("two", LONG)))
+        llm.shutdown()
+        assert gc.isenabled()
+    finally:
+        if not was_enabled:
+            gc.disable()
+    assert seen
+    assert not any(seen)
 
 
 def test_every_output_holds_the_answer_so_far(make_async: MakeAsync) -> None:

@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Iterator
-
 import pytest
 
-from quire.serving import batch as batch_module
-from quire.serving.batch import Batch, PausedCollections
+from quire.serving.batch import Batch
 from quire.serving.requests import Prompt, RequestMaker
 from quire.types.output import RequestOutput
 from quire.types.sampling import SamplingParams
@@ -200,72 +195,3 @@ def test_following_without_text_gives_the_tokens_of_every_sample(has_tokenizer: 
         assert [token for piece in own for token in piece.token_ids] == [*ids(text), EOS_ID]
         assert [piece.finish_reason for piece in own if piece.finish_reason] == ["stop"]
     assert not batch._followed
-
-
-class Knot:
-    """An object that refers to itself: only a collection frees it."""
-
-    def __init__(self) -> None:
-        self.own = self
-
-
-@pytest.fixture
-def automatic() -> Iterator[None]:
-    """Turns automatic collections on, as they are in a user's process."""
-    was_enabled = gc.isenabled()
-    gc.enable()
-    yield
-    if not was_enabled:
-        gc.disable()
-
-
-def test_python_collects_nothing_by_itself_while_collections_are_paused(automatic: None) -> None:
-    with PausedCollections():
-        assert not gc.isenabled()
-        lost = weakref.ref(Knot())
-        kept: list[list[int]] = [[] for _ in range(5_000)]  # several times what starts an automatic collection
-        assert lost() is not None
-    assert gc.isenabled()
-    assert len(kept) == 5_000
-
-
-def test_a_call_that_fails_leaves_automatic_collections_as_they_were(automatic: None) -> None:
-    with pytest.raises(ValueError, match="failed"), PausedCollections():
-        raise ValueError("failed")
-    assert gc.isenabled()
-    gc.disable()
-    with PausedCollections():
-        assert not gc.isenabled()
-    assert not gc.isenabled()
-
-
-def test_paused_collections_free_a_new_cycle_once_many_objects_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "_NEW_OBJECTS", 2_000)
-    with PausedCollections() as garbage:
-        gc.collect()
-        lost = weakref.ref(Knot())
-        garbage.collect()
-        assert lost() is not None
-        kept: list[list[int]] = [[] for _ in range(3_000)]
-        garbage.collect()
-        assert lost() is None
-    assert len(kept) == 3_000
-
-
-def test_paused_collections_free_an_old_cycle_once_there_are_many_more_objects(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(batch_module, "_NEW_OBJECTS", 2_000)
-    monkeypatch.setattr(batch_module, "_MORE_OBJECTS", 8_000)
-    with PausedCollections() as garbage:
-        gc.collect()
-        knot = Knot()
-        old, kept = weakref.ref(knot), [[0] for _ in range(3_000)]
-        garbage.collect()  # it is among the objects that were left
-        del knot
-        kept += [[0] for _ in range(3_000)]
-        garbage.collect()
-        assert old() is not None
-        kept += [[0] for _ in range(3_000)]
-        garbage.collect()
-        assert old() is None

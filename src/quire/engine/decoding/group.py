@@ -257,7 +257,8 @@ class Group:
             self.num_reusable = max((sampling.prompt_logprobs_start or 0) - 1, 0)
         self.prompt_limit = min(self.num_prompt - 1, self.num_reusable)
         self.reads_cache, self.cache_root = self.num_reusable > 0, self.request.cache_root
-        self.is_ranked = self.search is not None or sampling.num_sequences > sampling.n
+        best_of = sampling.best_of
+        self.is_ranked = self.search is not None or (best_of is not None and best_of > sampling.n)
         self.prompt = self.request.key_tokens
 
     @property

@@ -123,6 +123,9 @@ class BlockPool:
         holders = self._holders
         for block in blocks:
             count = holders[block]
+            if count == 1:  # as usual
+                holders[block] = 0
+                continue
             if count == 0:
                 raise ValueError(f"block {block} is not private and cannot be cached")
             if count == 2:

@@ -61,14 +61,14 @@ class AheadSet:
         until = sequence.group.limit - 1
         if sequence.controller is not PLAIN:  # if this raises, nothing has changed
             until = min(until, computed + max(sequence.controller.num_ahead, 1))
-        ahead.base, sequence.state = computed - self.tick, _AHEAD
-        ahead.event = until - ahead.base
-        self._events[ahead.event][sequence] = None
-        positions = self._position
+        ahead.base = base = computed - self.tick
+        ahead.event = event = until - base
+        sequence.state, positions, blocks = _AHEAD, self._position, sequence.table.blocks
+        self._events[event][sequence] = None
         self._row_at[len(positions)] = row
         positions[row] = len(positions)
         self._snapshot = None
-        self.schedule(row, sequence.table, ahead)
+        self._full[len(blocks) * self._block_size - base][row] = blocks
 
     def leave(self, sequence: Sequence) -> None:
         """Remove a sequence; its `num_computed` and the tokens of its table are exact from now on. Idempotent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from quire.config.model import ModelConfig
 from quire.kernels.native.loader import set_threads
 from quire.runtime.encoder.batches import batches_of, pack
 from quire.runtime.encoder.dense import DenseLayers, load_dense, random_dense
+from quire.runtime.executor.tensor_bytes import tensor_bytes
 from quire.runtime.hardware import pin_cpu_threads
 from quire.runtime.layers.builder import TORCH_DTYPES, LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
@@ -22,11 +23,22 @@ from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.weights import load_weights, randomize_weights
 from quire.runtime.models.base import BaseEncoder
 from quire.runtime.models.build import build_encoder
+from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.runtime.pooling import pool
 from quire.types.errors import QuireError
 
 Reduce = Callable[[Tensor, Tensor], Tensor]  # hidden [tokens, size], lengths [texts] -> one row per text
 Batch = tuple[list[int], Tensor]  # the indices of its texts, and one row per text
+
+
+class TextRunner(Protocol):
+    """Runs an encoder: a TextEncoder in this process, or a RankedEncoder."""
+
+    def run(self, texts: Sequence[Sequence[int]], *, first_parts: Sequence[int] = ()) -> Iterator[Batch]:
+        """See TextEncoder."""
+
+    def close(self) -> None:
+        """Release the weights. Idempotent."""
 
 
 class TextEncoder:
@@ -41,6 +53,7 @@ class TextEncoder:
         *,
         load_format: Literal["auto", "dummy"] = "auto",
         progress: Progress | None = None,
+        ranks: Ranks = ALONE,  # the ranks that share its layers
     ) -> None:
         self._config, self._device = config, torch.device(config.device.device)
         self._settings = settings or EmbeddingSettings()
@@ -52,7 +65,7 @@ class TextEncoder:
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))
             torch.backends.cuda.enable_cudnn_sdp(False)  # it spends milliseconds on every new length
-        builder = LayerBuilder(config.device, model_config.heads, many_rows=True)
+        builder = LayerBuilder(config.device, model_config.heads, many_rows=True, ranks=ranks)
         self._model: BaseEncoder | None = build_encoder(model_config, builder)
         if load_format == "dummy":
             self._dense = random_dense(self._settings.dense, self._device, config.seed)
@@ -64,6 +77,11 @@ class TextEncoder:
         finally:
             checkpoint.close()
         self._dense = load_dense(files.path, self._settings.dense, model_config.hidden_size, self._device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights on this device."""
+        return 0 if self._model is None else tensor_bytes(self._model)
 
     @torch.inference_mode()
     def run(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.config.embedding import EmbeddingSettings
-from quire.runtime.encoder.encoder import TextEncoder
+from quire.runtime.encoder.encoder import TextRunner
 from quire.runtime.finished_rows import finish_rows
 from quire.types.pooling import PoolingWork
 from quire.types.request import Submit
@@ -17,7 +17,7 @@ from quire.types.request import Submit
 class EncoderExecutor:
     """Implements engine.encoder_core.BatchEncoder."""
 
-    def __init__(self, encoder: TextEncoder, settings: EmbeddingSettings) -> None:
+    def __init__(self, encoder: TextRunner, settings: EmbeddingSettings) -> None:
         self._encoder, self._settings = encoder, settings
 
     def encode(self, requests: Sequence[Submit]) -> list[bytes]:

@@ -35,6 +35,7 @@ class Kind(IntEnum):
     ANSWER = 14  # from a rank: the return value of a call
     REFUSED = 15  # from a rank: field, reason and fix of an InvalidRequest
     STANDBY = 17  # to a rank, on its `calls` channel: a method of SleepingExecutor; answer with ANSWER or REFUSED
+    ENCODE = 18  # to a rank: texts for an encoder
     LIFE = 16  # from a rank that shares no memory with the engine: its LifePage
 
 

@@ -17,6 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
+from quire.config.embedding import EmbeddingSettings, EncoderConfig
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.runtime.loading.files import ModelFiles
@@ -25,10 +26,10 @@ from quire.types.step import StepPlan, StepResult
 from quire.types.transfer import TransferReport
 
 Buffer = bytes | bytearray | memoryview
-_ROOTS = (StepPlan, StepResult, TransferReport, AdapterInfo, EngineConfig, ModelConfig, ModelFiles)
+_ENCODER = (EncoderConfig, EmbeddingSettings)
+_ROOTS = (StepPlan, StepResult, TransferReport, AdapterInfo, EngineConfig, ModelConfig, ModelFiles, *_ENCODER)
 _LONG, _DOUBLE, _SIZE = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<I")
-_ARRAY = struct.Struct("<BB")  # dtype, dimensions
-_LINE = struct.Struct("<BBI")  # header of an array with one dimension: dtype, 1, length
+_ARRAY, _LINE = struct.Struct("<BB"), struct.Struct("<BBI")  # headers of arrays: dtype, dimensions, length if one
 _SMALL = 128  # integers from 0 to _SMALL - 1 are encoded in one byte
 _TAGS = range(_SMALL, _SMALL + 16)
 _NONE, _TRUE, _FALSE, _INT, _BIG, _FLOAT, _TEXT, _BYTES = _TAGS[:8]
@@ -36,9 +37,8 @@ _TUPLE, _LIST, _DICT, _SET, _ARRAY_TAG, _OBJECT, _ENUM, _PATH = _TAGS[8:]
 _DTYPES = tuple(
     np.dtype(name) for name in ("int32", "uint8", "uint16", "int64", "uint32", "float32", "float64", "bool")
 )
-_INT32 = _DTYPES[0]
 _largest = np.maximum.reduce  # faster than the method max
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_INT32, _DTYPE_CODES = _DTYPES[0], {dtype: code for code, dtype in enumerate(_DTYPES)}
 NARROW_FROM = 64  # elements: narrowing shorter arrays costs more time than it saves
 _NARROW = 0x80  # flag of an int32 array whose elements are stored in fewer bytes
 

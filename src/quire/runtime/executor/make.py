@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.config.engine import EngineConfig
+from quire.config.engine import DeviceConfig
+from quire.config.parallel import ParallelConfig
 from quire.engine.executor import Executor
 from quire.runtime.executor.links import ProcessLauncher, RankLauncher
 from quire.runtime.executor.ranked import RankedExecutor, RankJob
@@ -22,10 +23,10 @@ def make_executor(job: RankJob, progress: Progress | None) -> Executor:
         from quire.runtime.executor.ray_ranks import RayLauncher
 
         launcher = RayLauncher(config.parallel, on_gpus=config.device.device != "cpu")
-    chosen: RankLauncher = launcher or ProcessLauncher(config.parallel, devices_of(config))
+    chosen: RankLauncher = launcher or ProcessLauncher(config.parallel, devices_of(config.device, config.parallel))
     return RankedExecutor(job, chosen, progress=progress)
 
 
-def devices_of(config: EngineConfig) -> Sequence[int] | None:
+def devices_of(device: DeviceConfig, parallel: ParallelConfig) -> Sequence[int] | None:
     """Return the GPU of each rank of this machine, or None if all ranks use the device that the configuration names."""
-    return range(config.parallel.num_ranks) if config.device.device == "cuda" else None
+    return range(parallel.num_ranks) if device.device == "cuda" else None

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from quire.config.embedding import EncoderConfig
 from quire.config.engine import EngineConfig
 from quire.config.parallel import RankPlace
 from quire.runtime.executor.channel import Channel, Kind, Message
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from quire.runtime.executor.single import SingleExecutor
+    from quire.runtime.parallel.ranks import Ranks
 
 logger = logging.getLogger("quire.runtime")
 
@@ -34,6 +36,7 @@ EXIT_FAILED = 71  # the cause is on the rank's status page
 _REPORT_SECONDS = 0.1  # between two progress reports while loading
 _MAX_MESSAGE_CHARS = 3_000  # characters of an error message
 
+Config = TypeVar("Config", EngineConfig, EncoderConfig)
 MakeStore = Callable[[RankPlace], "Store"]
 
 
@@ -84,7 +87,6 @@ class RankServer:
 
         from quire.config.facts import cuda_index
         from quire.kernels.native.loader import set_threads
-        from quire.runtime.executor.single import SingleExecutor
         from quire.runtime.hardware import detect_hardware
         from quire.runtime.parallel.make import backend_of, join_ranks, ranks_share_device
 
@@ -94,7 +96,7 @@ class RankServer:
                 "the rank runs another version of Quire than the engine",
                 "install the same version on all machines",
             )
-        config: EngineConfig = job["config"]
+        config: Any = job["config"]  # an EngineConfig, or another one that `_build` reads
         place, shares = config.parallel.place(job["rank"]), ranks_share_device(config.parallel, config.device.device)
         config = config_of_rank(config, place, job["device_index"], detect_hardware().cores)
         device = torch.device(config.device.device)
@@ -114,6 +116,14 @@ class RankServer:
         if ranks.tensor.shared is not None:
             shared = ranks.tensor.shared
             self._page.count_meetings(lambda: shared.num_meetings)
+        num_bytes = self._build(job, config, ranks)
+        self._page.ready()
+        self._control.send(Kind.READY, encode(num_bytes))
+
+    def _build(self, job: dict[str, Any], config: Any, ranks: Ranks) -> tuple[int, int]:
+        """Build and load this rank's part of the model. Returns the bytes of its weights and of its KV cache."""
+        from quire.runtime.executor.single import SingleExecutor
+
         self._executor = SingleExecutor(
             job["files"],
             job["model"],
@@ -126,14 +136,13 @@ class RankServer:
         )
         self._page.note("compiling kernels")
         self._executor.compile_remaining()
-        self._sends_results = place.is_last_stage
-        if device.type == "cuda":
+        self._sends_results = ranks.place.is_last_stage
+        if config.device.device != "cpu":
             self._collecting = SimpleQueue()
             threading.Thread(target=self._collect_steps, name="quire-results", daemon=True).start()
         else:
             self._page.look_for_hangs()
-        self._page.ready()
-        self._control.send(Kind.READY, encode(self._executor.num_bytes))
+        return self._executor.num_bytes
 
     def _report_progress(self, what: str, done: int, total: int) -> None:
         """Note the progress on the rank's status page. Rank 0 also sends it to the engine's process."""
@@ -245,14 +254,17 @@ class RankServer:
         return None
 
 
-def config_of_rank(config: EngineConfig, place: RankPlace, device_index: int | None, cores: int) -> EngineConfig:
+def config_of_rank(config: Config, place: RankPlace, device_index: int | None, cores: int) -> Config:
     """Return the configuration of one rank: with its device, its share of the CPU threads, and its folder of the disk
     tier."""
-    device, cache = config.device, config.cache
+    device = config.device
     if device.device == "cpu":
         device = replace(device, threads=max(1, (device.threads or cores) // place.config.num_ranks))
     elif device_index is not None:
         device = replace(device, device=f"cuda:{device_index}")
+    if isinstance(config, EncoderConfig):
+        return replace(config, device=device)
+    cache = config.cache
     if cache.tiers.disk_path:
         cache = replace(cache, tiers=replace(cache.tiers, disk_path=str(Path(cache.tiers.disk_path) / _part(place))))
     return replace(config, device=device, cache=cache)

@@ -35,7 +35,7 @@ def enter_rank() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main(arguments: list[str]) -> NoReturn:
+def main(arguments: list[str], server: type[RankServer] = RankServer) -> NoReturn:
     rank, control, calls, pages, store, *rings = map(int, arguments)
     enter_rank()
     memory, *ring_memory = [mmap.mmap(file, 0) for file in (pages, *rings)]
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> NoReturn:
     channel = Channel(socket.socket(fileno=control))
     line = RankRings(channel, ring_memory[0], len(memory) // PAGE_BYTES, rank) if ring_memory else channel
     page = LifePage(memory, rank * PAGE_BYTES)
-    RankServer(line, Channel(socket.socket(fileno=calls)), page, make_store).run()
+    server(line, Channel(socket.socket(fileno=calls)), page, make_store).run()
 
 
 if __name__ == "__main__":

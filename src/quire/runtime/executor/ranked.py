@@ -12,13 +12,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from quire.config.engine import EngineConfig
+from quire.config.engine import DeviceConfig, EngineConfig
 from quire.config.model import ModelConfig
+from quire.config.parallel import ParallelConfig
 from quire.config.sizes import format_size
 from quire.runtime.executor.channel import Kind, Message
-from quire.runtime.executor.codec import FINGERPRINT, decode, encode
+from quire.runtime.executor.codec import FINGERPRINT, Buffer, decode, encode
 from quire.runtime.executor.fault_finder import describe
 from quire.runtime.executor.links import Rank, RankLauncher
 from quire.runtime.executor.plan_codec import PlanEncoder
@@ -42,9 +43,35 @@ _CALL_SECONDS = 300.0  # for a rank to read an adapter, even from a slow disk
 _COLLECTIVE_FACTOR = 2.0  # a rank's own timeout is longer, so that the watch names the rank that is behind first
 
 
+class Job(Protocol):
+    """What all ranks load, and how they are started."""
+
+    @property
+    def device(self) -> DeviceConfig: ...
+
+    @property
+    def parallel(self) -> ParallelConfig: ...
+
+    @property
+    def has_tiers(self) -> bool: ...
+
+    def message(self, rank: Rank, depth: int) -> bytes:
+        """Return the first message to a rank."""
+
+
+def start_fields(rank: Rank, parallel: ParallelConfig) -> dict[str, object]:
+    """Return what the first message to every rank says."""
+    return {
+        "fingerprint": FINGERPRINT,
+        "rank": rank.place.rank,
+        "device_index": rank.device_index,
+        "seconds": parallel.rank_timeout * _COLLECTIVE_FACTOR,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """What all ranks load."""
+    """Implements Job for ranks that execute the plans of an engine."""
 
     files: ModelFiles
     model: ModelConfig
@@ -52,14 +79,23 @@ class RankJob:
     load_format: Literal["auto", "dummy"] = "auto"
     draft_files: ModelFiles | None = None
 
+    @property
+    def device(self) -> DeviceConfig:
+        return self.config.device
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.config.parallel
+
+    @property
+    def has_tiers(self) -> bool:
+        return self.config.cache.tiers.enabled
+
     def message(self, rank: Rank, depth: int) -> bytes:
         return encode(
-            {
-                "fingerprint": FINGERPRINT,
-                "rank": rank.place.rank,
-                "device_index": rank.device_index,
+            start_fields(rank, self.parallel)
+            | {
                 "depth": depth,
-                "seconds": self.config.parallel.rank_timeout * _COLLECTIVE_FACTOR,
                 "files": self.files,
                 "model": self.model,
                 "config": self.config,
@@ -75,18 +111,18 @@ class RankedExecutor:
     rank."""
 
     def __init__(
-        self, job: RankJob, launcher: RankLauncher, *, progress: Progress | None = None, depth: int | None = None
+        self, job: Job, launcher: RankLauncher, *, progress: Progress | None = None, depth: int | None = None
     ) -> None:
-        config = job.config
-        self.depth = depth or _DEPTHS[config.device.device.partition(":")[0]]
-        self._has_tiers = config.cache.tiers.enabled
-        self._encoder, self._transfers = PlanEncoder(), TransferMerger(config.parallel.num_ranks)
+        parallel = job.parallel
+        self.depth = depth or _DEPTHS[job.device.device.partition(":")[0]]
+        self._has_tiers = job.has_tiers
+        self._encoder, self._transfers = PlanEncoder(), TransferMerger(parallel.num_ranks)
         self._calling = threading.Lock()
         self._closed = self._has_loaded = self._waits_for_masks = False
         self._level = 1  # of the last sleep
         self._num_launched = 0  # steps not collected yet
         self._unreported = 0  # ranks that were asked for their transfer reports and have not answered
-        self._watch = RankWatch(launcher, config.parallel.rank_timeout, config.parallel.load_timeout)
+        self._watch = RankWatch(launcher, parallel.rank_timeout, parallel.load_timeout)
         self._ranks: Sequence[Rank] = ()
         self.num_bytes: dict[int, tuple[int, int]] = {}  # by rank: bytes of its weights and of its KV cache
         self._messages = RankMessages((), self._watch, None)
@@ -106,7 +142,7 @@ class RankedExecutor:
         return self._ranks
 
     # ------------------------------------------------------------------------------------------------------- loading
-    def _load(self, job: RankJob, progress: Progress | None) -> None:
+    def _load(self, job: Job, progress: Progress | None) -> None:
         """Wait until all ranks have loaded. Raises what a rank raised, or EngineDead if a rank ended."""
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
@@ -153,6 +189,11 @@ class RankedExecutor:
             raise RuntimeError("the step to collect waits for its masks: supply them first")
         self._num_launched -= 1
         return merge_results([decode(data) for data in self._messages.receive_results()])
+
+    def exchange(self, kind: Kind, payload: Buffer) -> list[Buffer]:
+        """Send a message to all ranks, and wait for the result of each."""
+        self._messages.send(kind, payload)
+        return self._messages.receive_results()
 
     # --------------------------------------------------------------------------------------------------------- tiers
     def transfers(self) -> TransferReport:

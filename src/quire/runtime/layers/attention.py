@@ -15,9 +15,11 @@ from quire.runtime.layers.modules import HeadNorm
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import QueryScale, Rotary
 from quire.runtime.layers.row_writer import RowSymbol, Untraceable
+from quire.runtime.layers.split import Split
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.texts import TextAttention, Texts
+from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.layers.whole_images import see_whole_images
 
 if TYPE_CHECKING:
@@ -162,6 +164,26 @@ class Attention(nn.Module):
                 raise Untraceable("rotary positions change with the length of the sequence")
             angles = self.rotary.angles(step.max_length)
         return qkv.writer.attend(qkv, self._heads, step.caches[self._layer], self.rule, norm, angles)
+
+
+class Sinks(WeightLayer):
+    """Attention sinks: a score per query head, without a value. Never reallocated: attention rules refer to it."""
+
+    parts = ("sinks",)
+
+    def __init__(self, heads: Split, placement: Placement) -> None:
+        super().__init__()
+        self._heads = heads  # query heads
+        self.weight = placement.empty(heads.count)
+
+    def whole_shape(self, part: str) -> tuple[int, ...]:  # noqa: ARG002
+        return (self._heads.total,)
+
+    def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
+        return self._heads.of(whole)
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        super().load(part, self.own(part, tensor))
 
 
 class OutputGate(nn.Module):

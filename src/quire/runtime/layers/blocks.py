@@ -43,7 +43,7 @@ class Blocks(nn.ModuleList):
     def __init__(self, blocks: Iterable[nn.Module], config: ModelConfig) -> None:
         super().__init__(block if number in config.layers else Absent() for number, block in enumerate(blocks))
         self._own = config.layers
-        self._width = config.hidden_size  # of the residual stream
+        self._width = config.stream_size  # of the residual stream
         # Width of the side inputs that blocks read: `step.memo[BESIDE]`.
         self._beside = config.num_layers * config.per_layer_input
         self.adapters: ActiveAdapters | None = None  # the step's LoRA adapters, read by linear layers

@@ -16,7 +16,7 @@ from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend, LatentBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
-from quire.runtime.layers.attention import Attention, OutputGate
+from quire.runtime.layers.attention import Attention, OutputGate, Sinks
 from quire.runtime.layers.expert_layers import ExpertLayers
 from quire.runtime.layers.gemm import multiplies_natively
 from quire.runtime.layers.gemm_choice import choose_gemm
@@ -25,7 +25,7 @@ from quire.runtime.layers.latent import LatentAttention, LatentExpansion
 from quire.runtime.layers.layer_norm import USUAL_LAYER_NORM, LayerNorm, LayerNormKind
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.load_time_quantization import choose_quantizing_gemm
-from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
+from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate, SparseGatedMLP
 from quire.runtime.layers.modules import (
     Embedding,
     HeadNorm,
@@ -33,7 +33,6 @@ from quire.runtime.layers.modules import (
     ProjectionNorm,
     RMSNorm,
     Scalar,
-    Sinks,
     TiedHead,
 )
 from quire.runtime.layers.ops import choose_ops
@@ -202,7 +201,7 @@ class LayerBuilder:
     @property
     def recurrent(self) -> RecurrentLayers:
         """The builder of recurrent layers."""
-        return RecurrentLayers(self._splits, self._gemm, self._table_gemm, self.placement, self._row_linear)
+        return RecurrentLayers(self._splits, self._gemm, self._table_gemm, self.placement, self._row_linear, self._ops)
 
     @property
     def experts(self) -> ExpertLayers:
@@ -218,16 +217,20 @@ class LayerBuilder:
         bias: bool,
         names: Names = GATED,
         clamp: Clamp | None = None,
+        sparsity: float = 0.0,
         reduces: bool = True,
     ) -> GatedMLP:
         """Build a gated MLP. `names`: the matrices for gate, up and down; gate and up may be one matrix. `clamp`:
-        limits of the gate. An integer intermediate size is shared by the ranks; a Split is this rank's share. Without
-        `reduces` the caller must all-reduce."""
+        limits of the gate; `sparsity`: share of the gates that are cut to zero. An integer intermediate size is shared
+        by the ranks; a Split is this rank's share. Without `reduces` the caller must all-reduce."""
         gate, up, down = names
         size = intermediate if isinstance(intermediate, Split) else self._splits.size(intermediate)
         both = {gate: concat_splits(size, size)} if gate == up else {gate: size, up: size}
         gate_up = Linear(hidden, both, bias, self._gemm, self.placement)
         down_proj = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
+        if sparsity:
+            group = None if size.is_whole else self._splits.group
+            return SparseGatedMLP(gate_up, down_proj, activation, self._ops, sparsity, group)
         return GatedMLP(gate_up, down_proj, activation, self._ops, clamp)
 
     def plain_mlp(
@@ -295,7 +298,7 @@ class LayerBuilder:
     def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention | TextAttention:
         """Build attention with the rotary positions, window, scale and softcap that the config has for the layer."""
         if config.encoder is not None:
-            return text_attention_of(config, layer, self._ops, self._rotaries)
+            return text_attention_of(config, layer, self._splits.heads(config.heads), self._ops, self._rotaries)
         heads, scale = config.heads_of(layer), config.attention_scale
         scale = heads.dim**-0.5 if scale is None else scale
         held = None if sinks is None else sinks.weight.data
@@ -337,6 +340,10 @@ class LayerBuilder:
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
         vocab = self._splits.size(vocab_size)
         return Embedding(name, vocab, size, self._table_gemm, self.placement, self._splits.group)
+
+    def whole_embedding(self, name: str, num: int, size: int) -> Embedding:
+        """Build a small embedding table that every rank holds whole."""
+        return Embedding(name, num, size, self._table_gemm, self.placement)
 
     def position_embedding(self, name: str, num_positions: int, size: int, *, offset: int = 0) -> PositionEmbedding:
         return PositionEmbedding(name, num_positions, size, self.placement, offset=offset)

@@ -27,7 +27,7 @@ class TextEmbeddings(nn.Module):
         has_table = own.has_positions
         table = build.position_embedding("position_embeddings", length, width, offset=offset) if has_table else None
         self.position = table
-        self.token_type = build.embedding("token_type_embeddings", types, width) if types else None
+        self.token_type = build.whole_embedding("token_type_embeddings", types, width) if types else None
         self.norm = build.layer_norm("LayerNorm", width, config.norm_eps, LayerNormKind(has_bias=own.norm_bias))
         self.project = build.linear("project", width, hidden, bias=True) if own.embedding_size else None
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from torch import nn
+from statistics import NormalDist
+
+from torch import Tensor, nn
 
 from quire.kernels.clamp import Clamp
+from quire.kernels.native.program import Symbol
 from quire.kernels.native.weights import LinearWeights
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.native import program_weights
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value
+from quire.runtime.parallel.group import RankGroup
 
 
 def native_weights(mlp: MLP | GatedMLP) -> tuple[tuple[LinearWeights, ...], LinearWeights] | None:
@@ -81,3 +85,42 @@ class GatedMLP(nn.Module):
         if change is None:
             return self._ops.gate(result, self.activation, self._clamp)
         return self._ops.gate_sum(result, change, self.activation, self._clamp)
+
+
+class SparseGatedMLP(GatedMLP):
+    """A gated MLP that cuts gates below a threshold to zero, and subtracts it from the others. The threshold lies as
+    far above the mean of a token's gates as `sparsity` (the share that is cut) of a normal distribution. Ranks of
+    `group` share the gates."""
+
+    def __init__(
+        self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps, sparsity: float,
+        group: RankGroup | None,
+    ) -> None:  # fmt: skip
+        super().__init__(gate_up_proj, down_proj, activation, ops)
+        self._deviations, self._group = NormalDist().inv_cdf(sparsity), group
+
+    def _gated(self, x: Value | Normed) -> Value:
+        both = self.gate_up_proj(x)
+        if isinstance(both, Symbol):
+            both.writer.call(self._call_cut, (both,), 1)
+        else:
+            self._cut(both)
+        return self._ops.gate(both, self.activation)
+
+    def _cut(self, both: Tensor) -> None:
+        """Change the gates, the first half of both [tokens, 2 * intermediate], in place."""
+        size = both.shape[1] // 2
+        gates = both[:, :size].float()
+        total = size * (1 if self._group is None else self._group.size)
+        mean = self._sum(gates) / total
+        variance = self._sum((gates - mean).square_()) / total
+        both[:, :size] = gates.sub_(mean + self._deviations * variance.sqrt_()).relu_()
+
+    def _sum(self, gates: Tensor) -> Tensor:  # [tokens, 1]
+        own = gates.sum(dim=1, keepdim=True)
+        return own if self._group is None or not len(own) else self._group.all_reduce(own)
+
+    def _call_cut(self, both: Tensor, given: object) -> Tensor:  # noqa: ARG002
+        """Run inside a program as a Python call. A call must return a tensor; this one is not used."""
+        self._cut(both)
+        return both[:, :1]

@@ -1,4 +1,4 @@
-"""RMS norms, attention sinks, embeddings and the tied output head."""
+"""RMS norms, embeddings and the tied output head."""
 
 from __future__ import annotations
 
@@ -130,26 +130,6 @@ class HeadNorm(WeightLayer):
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self.parts.index(part)]
-
-
-class Sinks(WeightLayer):
-    """Attention sinks: a score per query head, without a value. Never reallocated: attention rules refer to it."""
-
-    parts = ("sinks",)
-
-    def __init__(self, heads: Split, placement: Placement) -> None:
-        super().__init__()
-        self._heads = heads  # query heads
-        self.weight = placement.empty(heads.count)
-
-    def whole_shape(self, part: str) -> tuple[int, ...]:  # noqa: ARG002
-        return (self._heads.total,)
-
-    def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
-        return self._heads.of(whole)
-
-    def load(self, part: str, tensor: Tensor) -> None:
-        super().load(part, self.own(part, tensor))
 
 
 class Scalar(WeightLayer):
@@ -301,19 +281,31 @@ class Embedding(WeightLayer):
 
 
 class PairedEmbedding(nn.Module):
-    """Concatenates the vectors of two tables. Owns no weights: both tables are layers of the model."""
+    """Concatenates the vectors of two tables. Owns no weights: both tables are layers of the model. Tokens that the
+    second table lacks have its first vector."""
 
     def __init__(self, first: Embedding, second: Embedding) -> None:
         super().__init__()
         self._tables = (first, second)  # in a tuple, so that they are not children of this module
         self.dtype = first.dtype
+        self._fewer = second.vocab.total if second.vocab.total < first.vocab.total else None
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, sizes of both]
-        return torch.cat([table(token_ids) for table in self._tables], dim=1)
+        first, second = self._tables
+        return torch.cat((first(token_ids), second(self._known(token_ids))), dim=1)
 
     def newest(self, rows: Tensor, tokens: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
         """See Embedding."""
-        return torch.cat([table.newest(rows, tokens, lengths, positions) for table in self._tables], dim=1)
+        first, second = self._tables
+        vectors = first.newest(rows, tokens, lengths, positions)
+        if self._fewer is None:
+            return torch.cat((vectors, second.newest(rows, tokens, lengths, positions)), dim=1)
+        own = rows.clamp(min=0)  # negative: padding
+        newest = tokens[own, (lengths[own] - 1).clamp(min=0)]
+        return torch.cat((vectors, second(self._known(newest))), dim=1)
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        return token_ids if self._fewer is None else torch.where(token_ids < self._fewer, token_ids, 0)
 
 
 class LentEmbedding(nn.Module):

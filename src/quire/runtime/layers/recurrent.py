@@ -1,16 +1,19 @@
-"""Builds the recurrent layers of a model: gated delta nets, Mamba-2 layers and short convolutions."""
+"""Builds the recurrent layers of a model: gated delta nets, Mamba and Mamba-2 layers, short convolutions."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from quire.config.recurrent import Recurrent
+from quire.config.recurrent import Recurrent, Selective
 from quire.runtime.layers.convolution import Convolution, ShortConvolution
 from quire.runtime.layers.delta import DeltaRule, GatedDeltaNet, ungrouped_rows
 from quire.runtime.layers.experts import Router
 from quire.runtime.layers.gemm import Gemm
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mamba import MambaMixer, MambaScan
+from quire.runtime.layers.modules import RMSNorm
+from quire.runtime.layers.ops import LayerOps
+from quire.runtime.layers.selective import SelectiveMixer, SelectiveScan
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.weights import Placement
 
@@ -26,9 +29,9 @@ class RecurrentLayers:
 
     def __init__(
         self, splits: RankSplits, gemm: Gemm, table_gemm: Gemm, placement: Placement,
-        row_linear: MakeRowLinear,
+        row_linear: MakeRowLinear, ops: LayerOps,
     ) -> None:  # fmt: skip
-        self._splits, self._placement, self._row_linear = splits, placement, row_linear
+        self._splits, self._placement, self._row_linear, self._ops = splits, placement, row_linear, ops
         self._gemm, self._table_gemm = gemm, table_gemm
 
     def delta_net(self, hidden: int, sizes: Recurrent, place: int, eps: float) -> GatedDeltaNet:
@@ -44,6 +47,26 @@ class RecurrentLayers:
         in_proj = Linear(hidden, {"in_proj": outputs}, options.has_bias, self._gemm, self._placement)
         out_proj = self._row_linear("out_proj", each.values, hidden, bias=options.has_bias)
         return MambaMixer(in_proj, MambaScan(sizes, each, place, eps, self._placement, self._splits.group), out_proj)
+
+    def selective(self, hidden: int, sizes: Recurrent, place: int) -> SelectiveMixer:
+        options, channels, state = sizes.selective, self._splits.size(sizes.value_size), sizes.key_dim
+        assert options is not None
+        both = {"in_proj": concat_splits(channels, channels)}
+        in_proj = Linear(hidden, both, options.has_bias, self._gemm, self._placement)
+        x_proj = self._row_linear("x_proj", channels, options.rank + 2 * state, bias=False)
+        dt_proj = Linear(options.rank, {"dt_proj": channels}, False, self._gemm, self._placement)
+        out_proj = self._row_linear("out_proj", channels, hidden, bias=options.has_bias)
+        normed = {"dt_layernorm": options.rank, "b_layernorm": state, "c_layernorm": state}
+        norms = [] if options.norm_eps is None else [self._norm(*each, options) for each in normed.items()]
+        scan = SelectiveScan(sizes, channels, place, self._placement)
+        return SelectiveMixer(in_proj, x_proj, dt_proj, out_proj, scan, tuple(norms))
+
+    def _norm(self, name: str, size: int, options: Selective) -> RMSNorm:
+        assert options.norm_eps is not None
+        norm = RMSNorm(name, size, options.norm_eps, self._ops, self._placement)
+        if not options.learned_norms:
+            norm.drop_weights()
+        return norm
 
     def short_convolution(self, hidden: int, sizes: Recurrent, place: int) -> ShortConvolution:
         channels, bias = self._splits.size(hidden), sizes.has_bias

@@ -8,19 +8,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.config.model import Heads
+from quire.runtime.layers.split import Split
 from quire.runtime.layers.weights import Placement, WeightLayer
 
 NUM_BUCKETS, MOST_DISTANCE = 32, 128  # from MOST_DISTANCE on distances share a bucket
 
 
 class RelativeBias(WeightLayer):
-    """Half of the buckets are for keys after the query. The nearest distances have a bucket each."""
+    """Half of the buckets are for keys after the query. The nearest distances have a bucket each. Ranks have the terms
+    of their query heads."""
 
-    def __init__(self, name: str, heads: Heads, placement: Placement) -> None:
+    def __init__(self, name: str, heads: Split, placement: Placement) -> None:
         super().__init__()
-        self.weight = placement.empty(NUM_BUCKETS, heads.num_query)
+        self._heads = heads  # query heads
+        self.weight = placement.empty(NUM_BUCKETS, heads.count)
         self.parts = (f"{name}.weight",)
+
+    def whole_shape(self, part: str) -> tuple[int, ...]:  # noqa: ARG002
+        return (NUM_BUCKETS, self._heads.total)
+
+    def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
+        return self._heads.of(whole, dim=1)
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        super().load(part, self.own(part, tensor))
 
     def forward(self, length: int) -> Tensor:
         """Return the terms of queries and keys at the first `length` positions [1, heads, length, length]."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.stream import PostNormed, Stream
+from quire.runtime.layers.stream import PostNormed, Stream, Value
 
 
 class SideInputs(nn.Module):
@@ -17,8 +17,8 @@ class SideInputs(nn.Module):
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
         hidden, self._size = config.hidden_size, config.per_layer_input
-        total = config.num_layers * self._size
-        self.embed_tokens_per_layer = build.embedding("embed_tokens_per_layer", config.vocab_size, total)
+        total, vocab = config.num_layers * self._size, config.per_layer_vocab or config.vocab_size
+        self.embed_tokens_per_layer = build.embedding("embed_tokens_per_layer", vocab, total)
         self.per_layer_model_projection = build.linear("per_layer_model_projection", hidden, total, bias=False)
         self.per_layer_projection_norm = build.rms_norm("per_layer_projection_norm", self._size, config.norm_eps)
         self._filler = 0 if config.vision is None else config.vision.filler_id
@@ -50,7 +50,8 @@ class SideInput(nn.Module):
         self.per_layer_projection = build.linear("per_layer_projection", size, hidden, bias=False)
         self.post_per_layer_input_norm = build.rms_norm("post_per_layer_input_norm", hidden, config.norm_eps)
 
-    def forward(self, x: Stream) -> PostNormed:
-        gated = self.gate(self.per_layer_input_gate(x.settle()), x)
+    def forward(self, x: Stream, read: Value | None = None) -> PostNormed:
+        """`read` [tokens, hidden]: what the gate reads in place of the stream."""
+        gated = self.gate(self.per_layer_input_gate(x.settle() if read is None else read), x)
         added: PostNormed = self.post_per_layer_input_norm(self.per_layer_projection.later(gated))
         return added

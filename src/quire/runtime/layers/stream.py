@@ -104,6 +104,15 @@ class Stream:
             self._narrow(())
         return self.settle()
 
+    def narrowed(self, *changes: Value | Projected) -> list[Value]:
+        """Return what was computed from the stream, with the stream narrowed to the wanted tokens if the next change
+        would narrow it."""
+        return self._narrow(changes) if self._narrows else list(changes)
+
+    def branch(self, x: Value) -> Stream:
+        """Return a stream of the same tokens that begins with x [tokens, size], which it overwrites."""
+        return Stream(x, self.rows, self.beside, self._adapters, leaves_pending=self._leaves_pending)
+
     def _narrow(self, changes: tuple[Value | Projected | PostNormed, ...]) -> list[Value | Projected | PostNormed]:
         self._narrows, wanted = False, self._wanted
         x = self.settle()

@@ -137,9 +137,12 @@ class TextAttention(nn.Module):
         return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
 
-def text_attention_of(config: ModelConfig, layer: int, ops: LayerOps, rotaries: Rotaries) -> TextAttention:
-    """Return an encoder's attention with the rotary positions, window and scale that the config has for the layer."""
-    heads, rope, window = config.heads, config.rope_of(layer), config.window_of(layer)
+def text_attention_of(
+    config: ModelConfig, layer: int, heads: Heads, ops: LayerOps, rotaries: Rotaries
+) -> TextAttention:
+    """Return an encoder's attention of `heads`, with the rotary positions, window and scale that the config has for the
+    layer."""
+    rope, window = config.rope_of(layer), config.window_of(layer)
     has_table = config.encoder is not None and config.encoder.has_positions
     turns = None if has_table or rope is None else rotaries.rotary(rope, heads.dim if rope.dim is None else rope.dim)
     reach = None if window is None else window // 2

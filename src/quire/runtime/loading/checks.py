@@ -44,7 +44,8 @@ def _check_heads(file: str, heads: Heads) -> None:
 
 
 def _sizes_that_may_be_none(config: ModelConfig) -> dict[str, int]:
-    sizes = {"per_layer_input": config.per_layer_input}
+    sizes = {"per_layer_input": config.per_layer_input, "per_layer_vocab": config.per_layer_vocab}
+    sizes |= {"laurel_rank": config.laurel_rank, "streams": config.streams}
     if config.experts is not None:
         sizes["experts.shared_size"] = config.experts.shared_size
     if config.encoder is not None:

@@ -49,4 +49,9 @@ def _files_in(directory: Path) -> ModelFiles:
         raise ConfigError(
             "model", f"{directory} has {len(found)} GGUF models ({names})", "give the path of one of them"
         )
+    if (directory / "adapter_config.json").is_file():
+        fix = "serve the model that it was trained on, with --enable-lora and --lora-modules NAME=FOLDER"
+        raise ConfigError("model", f"{directory} is a LoRA adapter, not a model", fix)
+    if any(directory.glob("*.safetensors")):
+        raise ConfigError("model", f"{directory} has weights but no config.json", "download all of the model's files")
     raise ConfigError("model", f"{directory} has neither config.json nor a .gguf file", "check the path")

@@ -67,9 +67,7 @@ class MappedFile(_WholeFile):
                 self.identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         except (OSError, ValueError) as error:
             raise ModelLoadError(self.name, f"cannot be opened: {_reason(error)}") from None
-        if self.data[: len(_GIT_LFS)] == _GIT_LFS:
-            fix = "run `git lfs pull` in the folder, or download the file"
-            raise ModelLoadError(self.name, "is a pointer of Git LFS, not the file itself", fix=fix)
+        refuse_pointer(self.data[: len(_GIT_LFS)], self.name)
 
     def forget(self, offset: int, count: int) -> None:
         """Drop the pages of these bytes from this process's memory. They are read again on the next access."""
@@ -125,3 +123,11 @@ def _open_plain(path: str, flags: int) -> int:
 
 def _reason(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def refuse_pointer(content: bytes, file: str) -> None:
+    """Raise ModelLoadError if a file's content begins like a pointer of Git LFS, which a clone without LFS leaves in
+    place of large files."""
+    if content.startswith(_GIT_LFS):
+        fix = "run `git lfs pull` in the folder, or download the file"
+        raise ModelLoadError(file, "is a pointer of Git LFS, not the file itself", fix=fix)

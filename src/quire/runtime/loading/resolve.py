@@ -20,6 +20,7 @@ __all__ = ["ModelFiles", "files_at", "hub_repository", "resolve_model"]
 _HUB = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[\w./ +-]+\.gguf))?", re.ASCII
 )
+_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repository>[\w.-]+/[\w.-]+)", re.ASCII)
 _NAMES = "a path, a hub name (org/name, org/name@revision, org/name:file.gguf) or a catalogue name"
 
 
@@ -89,4 +90,7 @@ def _unknown(setting: str, name: str, path: Path) -> ConfigError:
     fix = f"did you mean {' or '.join(near[:3])}?" if near else f"give {_NAMES}: {', '.join(CATALOGUE)}"
     if _looks_like_path(name):
         return ConfigError(setting, f"there is nothing at {name}", fix if near else "check the path")
+    page = _PAGE.match(name)
+    if page is not None:
+        fix = f"for a page of the Hugging Face hub, give the name in it: {page['repository']}"
     return ConfigError(setting, f"no model is called {name!r}", fix)

@@ -53,13 +53,13 @@ class BertBlock(nn.Module):
         return SelfAttention(
             build.qkv_linear(hidden, config.heads, bias=True, names=("query", "key", "value")),
             build.attention_of(config, layer),
-            build.linear("output", hidden, hidden, bias=True),
+            build.row_linear("output", config.heads, hidden, bias=True),
         )
 
     def make_mlp(self, config: ModelConfig, build: LayerBuilder) -> MLP | GatedMLP:
         hidden, inner = config.hidden_size, config.intermediate_size
-        up, down = build.linear("up", hidden, inner, bias=True), build.linear("down", inner, hidden, bias=True)
-        return build.mlp(up, down, config.activation)
+        up = build.column_linear("up", hidden, inner, bias=True)
+        return build.mlp(up, build.row_linear("down", inner, hidden, bias=True), config.activation)
 
     def forward(self, x: Stream, texts: Texts) -> None:
         x.add(self.attention(x.x, texts))

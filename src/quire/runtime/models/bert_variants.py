@@ -34,7 +34,7 @@ class SharedBert(Bert):
 class MPNet(Bert):
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config, build)
-        self.relative_bias = RelativeBias("relative_bias", config.heads, build.placement)
+        self.relative_bias = RelativeBias("relative_bias", build.query_outputs(config.heads, 1), build.placement)
 
     def forward(self, texts: Texts) -> Tensor:
         return super().forward(replace(texts, bias=self.relative_bias(texts.max_length)))

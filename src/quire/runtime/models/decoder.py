@@ -42,7 +42,7 @@ class DecoderStack(nn.Module):
         blocks = (block(config, layer, build) for layer in range(config.num_layers))
         self.layers = Blocks(blocks, config)
         self.side_inputs = SideInputs(config, build) if config.per_layer_input else None
-        self.norm = stream_norm(build, "norm", config, norm_offset, layer_norms)
+        self.norm: nn.Module = stream_norm(build, "norm", config, norm_offset, layer_norms)
 
 
 class Decoder(BaseModel):

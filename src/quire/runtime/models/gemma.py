@@ -67,7 +67,8 @@ class GemmaBlock(nn.Module):
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
 
     def make_mlp(self, config: ModelConfig, layer: int, build: LayerBuilder) -> GatedMLP | MoEMLP:
-        return build.gated_mlp(config.hidden_size, config.mlp_size_of(layer), config.activation, bias=False)
+        size, sparsity = config.mlp_size_of(layer), config.sparsity_of(layer)
+        return build.gated_mlp(config.hidden_size, size, config.activation, bias=False, sparsity=sparsity)
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         x.add(self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), step)))

@@ -13,7 +13,7 @@ def read_labels(config: Fields) -> tuple[str, ...]:
     """Return the names of the labels in the order of the logits. Raises ModelLoadError."""
     named = config.raw("id2label")
     if named is None:
-        return tuple(f"LABEL_{index}" for index in range(config.integer("num_labels", USUAL)))
+        return tuple(f"LABEL_{index}" for index in range(config.integer("num_labels", USUAL, least=1)))
     numbers = [str(index) for index in range(len(named))] if isinstance(named, dict) else []
     if not isinstance(named, dict) or not named or sorted(map(str, named)) != sorted(numbers):
         raise config.refuse("id2label", "must name the labels 0, 1 and so on", fix="fetch the file again")

@@ -107,7 +107,8 @@ def read_bamba(config: Fields) -> ModelConfig:
     if not isinstance(attends, list) or any(type(layer) is not int for layer in attends):
         raise config.refuse("attn_layer_indices", "must be a list of layers")
     layers = read_recurrent_layers(config, LINEAR, lambda layer: layer in attends)
-    length, heads, bias = 262_144, read_heads(config, 8), config.flag("attention_bias", False)
+    heads, bias = read_heads(config, 8), config.flag("attention_bias", False)
+    length = config.integer("max_position_embeddings", 262_144)
     mamba = Mamba(norm_groups=1, has_bias=config.flag("mamba_proj_bias", False))
     return read_decoder(
         config, "bamba", length, heads=heads, norm_eps=config.number("rms_norm_eps", 1e-5), qkv_bias=bias, o_bias=bias,

@@ -74,6 +74,9 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "granitemoehybrid": Entry(
         "mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",), in_gguf=True, gguf_name="granitehybrid"
     ),
+    "mamba": Entry("mamba", "MAMBA", ("MambaForCausalLM",), in_gguf=True),
+    "falcon_mamba": Entry("mamba", "FALCON_MAMBA", ("FalconMambaForCausalLM",)),
+    "jamba": Entry("jamba", "JAMBA", ("JambaForCausalLM",)),
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
     "nemotron_h": Entry("nemotron_h", "NEMOTRON_H", ("NemotronHForCausalLM",), in_gguf=True),
     "falcon_h1": Entry("falcon_h1", "FALCON_H1", ("FalconH1ForCausalLM",), in_gguf=True, gguf_name="falcon-h1"),
@@ -91,6 +94,9 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
     "hyperclovax": Entry("hyperclovax", "HYPERCLOVAX", ("HyperCLOVAXForCausalLM",)),
     "minicpm3": Entry("minicpm3", "MINICPM3", ("MiniCPM3ForCausalLM",)),
+    "youtu": Entry("minicpm3", "YOUTU", ("YoutuForCausalLM",)),
+    "granite_swa": Entry("granite_swa", "GRANITE_SWA", ("GraniteSWAForCausalLM",)),
+    "jais2": Entry("layer_normed", "JAIS2", ("Jais2ForCausalLM",)),
     "cwm": Entry("mistral", "CWM", ("CwmForCausalLM",)),
     "nanochat": Entry("nanochat", "NANOCHAT", ("NanoChatForCausalLM",)),
     "smollm3": Entry("plain", "SMOLLM3", ("SmolLM3ForCausalLM",), in_gguf=True),
@@ -119,6 +125,13 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
     "gemma3_text": Entry(
         "gemma", "GEMMA3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), in_gguf=True, gguf_name="gemma3"
+    ),
+    "gemma3n_text": Entry(
+        "gemma3n",
+        "GEMMA3N",
+        ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        in_gguf=True,
+        gguf_name="gemma3n",
     ),
     "gemma4_text": Entry(
         "gemma4", "GEMMA4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), in_gguf=True, gguf_name="gemma4"
@@ -161,6 +174,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "solar_open": Entry("sigmoid_mixture", "SOLAR_OPEN", ("SolarOpenForCausalLM",)),
     "exaone_moe": Entry("sigmoid_mixture", "EXAONE_MOE", ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM")),
     "afmoe": Entry("afmoe", "AFMOE", ("AfmoeForCausalLM",), in_gguf=True),
+    "hy_v3": Entry("sigmoid_mixture", "HY_V3", ("HYV3ForCausalLM",)),
+    "mellum": Entry("mellum", "MELLUM", ("MellumForCausalLM",)),
     "phimoe": Entry("phimoe", "PHIMOE", ("PhiMoEForCausalLM", "PhimoeForCausalLM")),
     "flex_olmo": Entry("olmoe", "FLEX_OLMO", ("FlexOlmoForCausalLM",)),
     "olmoe": Entry("olmoe", "OLMOE", ("OlmoeForCausalLM",), in_gguf=True),

@@ -36,7 +36,7 @@ class RotaryBertBlock(BertBlock):
         return SelfAttention(
             build.column_linear("qkv", config.hidden_size, config.heads, bias=config.qkv_bias),
             build.attention_of(config, layer),
-            build.linear("output", config.hidden_size, config.hidden_size, bias=config.o_bias),
+            build.row_linear("output", config.heads, config.hidden_size, bias=config.o_bias),
         )
 
 

@@ -33,7 +33,7 @@ def keep_stage(model: BaseModel, config: ModelConfig, dtype: torch.dtype) -> Non
         _remove(model, [path for path, _ in _layers_outside(model, kept)])
         beside = config.num_layers * config.per_layer_input
         states = sum(layer < config.layers.start for layer in config.head_layers or ()) * config.hidden_size
-        table = ReceivedStream(config.hidden_size, dtype, beside=beside, states=states)
+        table = ReceivedStream(config.stream_size, dtype, beside=beside, states=states)
     if not config.is_last_stage:
         _remove(model, [path for path, module in model.named_modules() if any(module is part for part in behind)])
         norm, head, labels = Absent(), Absent(), None

@@ -142,6 +142,7 @@ def check_plain(config: ModelConfig) -> None:
         "layers with heads of their own": config.local_heads is not None,
         "layers that share keys and values": bool(config.kv_layers) or config.keys_are_values,
         "inputs of each layer": config.per_layer_input > 0,
+        "several residual streams": config.streams > 1,
     }
     for what, is_there in reasons.items():
         if is_there:

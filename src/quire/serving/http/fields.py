@@ -334,5 +334,8 @@ def check_body(
 
 def _unknown(name: str, fields: Mapping[str, Field]) -> UnknownParameter:
     meant = get_close_matches(name[:80], fields, 1, 0.8)
-    fix = f"did you mean {meant[0]}?" if meant else "leave it out"
+    if name == "extra_body":
+        fix = "that is an argument of OpenAI's Python client; in JSON, put its members beside the other parameters"
+    else:
+        fix = f"did you mean {meant[0]}?" if meant else "leave it out"
     return UnknownParameter(name[:80], "is not a parameter of this endpoint", fix)

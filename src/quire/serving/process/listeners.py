@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from quire.types.errors import ConfigError
 
 API_MODE = 0o660  # of a UNIX socket: its owner and group may connect
 ADMIN_MODE = 0o600
+_OPEN_FILES = 65_536  # several for each connection of the limit `connections`
 
 
 class Addresses(Protocol):
@@ -46,6 +48,16 @@ class Listeners:
     port: int  # of the API; 0: it listens on a UNIX socket
     url: str
     admin_url: str  # where /admin is
+
+
+def raise_limit_of_open_files() -> None:
+    """Raise this process's limit of open files, which its children inherit, as far as its hard limit allows. Many
+    systems start processes with a limit of 1,024, which is less than the connections of one busy server."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS has a further limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager

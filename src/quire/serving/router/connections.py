@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
+import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -17,15 +21,30 @@ from quire.types.errors import QuireError
 IDLE_SECONDS = 4.0  # an idle connection is reused for this long; uvicorn closes idle ones after 5 s
 MAX_IDLE = 512  # idle connections of one replica
 MAX_HEAD_BYTES = 64 * 2**10
+_NO_ROOM = {  # the fix, by the error of the system call
+    errno.EMFILE: "raise its limit of open files (ulimit -n), or lower --limit connections=",
+    errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
+    errno.ENOBUFS: "free memory, or lower --limit connections=",
+    errno.ENOMEM: "free memory, or lower --limit connections=",
+}
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
 
 class ReplicaFailed(QuireError):
-    """A replica did not answer a request. `never_sent`: the replica has not seen the request."""
+    """A replica did not answer a request. `never_sent`: the replica has not seen the request. `has_ended`: it refused
+    the connection, so its process has probably ended."""
 
-    def __init__(self, reason: str, *, never_sent: bool = False, is_stale: bool = False) -> None:
+    def __init__(self, reason: str, *, never_sent: bool = False, has_ended: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.never_sent, self.is_stale = reason, never_sent, is_stale
+        self.reason, self.never_sent, self.has_ended = reason, never_sent, has_ended
+
+
+class RouterFull(ReplicaFailed):
+    """The router could not open a connection for a reason of its own, which says nothing about the replica."""
+
+    def __init__(self, error: int) -> None:
+        reason = f"was not asked: the router cannot open a connection ({os.strerror(error)}); {_NO_ROOM[error]}"
+        super().__init__(reason, never_sent=True)
 
 
 class Receiver(Protocol):
@@ -64,7 +83,7 @@ class ReplicaConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._headers: Headers = []
         self._head_bytes = 0
-        self._is_framed = self._has_body = self._has_received = self._is_paused = False
+        self._has_head = self._is_framed = self._has_body = self._has_received = self._is_paused = False
         self.idle_since = 0.0
         self._num_requests = 0
 
@@ -117,7 +136,7 @@ class ReplicaConnection(asyncio.Protocol):
         receiver = self._receiver
         if receiver is None:
             return
-        if exc is None and self._has_received and self._has_body and not self._is_framed:
+        if exc is None and self._has_head and self._has_body and not self._is_framed:
             self._receiver = None
             receiver.end()  # without content-length or chunks, the end of the connection ends the body
             return
@@ -125,9 +144,13 @@ class ReplicaConnection(asyncio.Protocol):
 
     # ------------------------------------------------------------------------------------ parser callbacks
     def on_message_begin(self) -> None:
-        self._headers, self._head_bytes, self._is_framed = [], 0, False
+        self._headers, self._head_bytes, self._has_head, self._is_framed = [], 0, False, False
+        if self._receiver is None:
+            self.abort()  # another response than that to a request
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._has_head:  # a trailer, which is ignored
+            return
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
             self._fail(f"sent a head of more than {MAX_HEAD_BYTES} bytes")
@@ -140,8 +163,10 @@ class ReplicaConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200 or self._receiver is None:
+            if status < 100:
+                self._fail("sent an invalid HTTP response")
             return
-        self._has_body = self._has_body and status not in (204, 304)
+        self._has_head, self._has_body = True, self._has_body and status not in (204, 304)
         self._receiver.head(status, self._headers)
         if not self._has_body:
             self._complete(may_reuse=not self._is_framed)
@@ -177,7 +202,7 @@ class ReplicaPool:
 
     def __init__(self, address: ReplicaAddress, waits: WaitConfig, name: str) -> None:
         self._address, self._waits, self._name = address, waits, name
-        self._idle: list[ReplicaConnection] = []
+        self._idle: deque[ReplicaConnection] = deque()  # the most recently used last
         self._tls = ssl.create_default_context() if address.is_tls else None
 
     def take_idle(self) -> ReplicaConnection | None:
@@ -190,7 +215,8 @@ class ReplicaPool:
         return None
 
     async def connect(self, seconds: float | None = None) -> ReplicaConnection:
-        """Open a new connection. Raises ReplicaFailed, after `seconds` at the latest."""
+        """Open a new connection. Raises ReplicaFailed, after `seconds` at the latest; RouterFull if the router cannot
+        open any."""
         seconds = self._waits.connect if seconds is None else seconds
         loop, address = asyncio.get_running_loop(), self._address
         try:
@@ -206,11 +232,18 @@ class ReplicaPool:
         except ssl.SSLError as error:
             raise ReplicaFailed(f"failed the TLS handshake: {error.reason}", never_sent=True) from None
         except OSError as error:
-            raise ReplicaFailed(f"refused the connection ({error.strerror or 'no address'})", never_sent=True) from None
+            if error.errno in _NO_ROOM:
+                raise RouterFull(error.errno) from None
+            if isinstance(error, socket.gaierror):
+                raise ReplicaFailed(f"has no address ({error.strerror})", never_sent=True) from None
+            reason = f"refused the connection ({error.strerror or error})"
+            raise ReplicaFailed(reason, never_sent=True, has_ended=True) from None
         return made
 
     def put_back(self, connection: ReplicaConnection) -> None:
-        connection.idle_since = time.monotonic()
+        connection.idle_since = now = time.monotonic()
+        while self._idle and now - self._idle[0].idle_since >= IDLE_SECONDS:
+            self._idle.popleft().abort()
         if len(self._idle) < MAX_IDLE:
             self._idle.append(connection)
         else:
@@ -222,6 +255,6 @@ class ReplicaPool:
 
     def close(self) -> None:
         """Close the idle connections. Those with a request stay open until it ends."""
-        idle, self._idle = self._idle, []
+        idle, self._idle = self._idle, deque()
         for connection in idle:
             connection.abort()

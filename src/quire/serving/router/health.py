@@ -10,7 +10,7 @@ import msgspec
 
 from quire.config.router import WaitConfig
 from quire.serving.http.key_ring import CLIENT_HEADER
-from quire.serving.router.connections import ReplicaFailed
+from quire.serving.router.connections import ReplicaFailed, RouterFull
 from quire.serving.router.replica import Replica
 from quire.serving.router.replica_set import ReplicaSet
 
@@ -48,9 +48,17 @@ class HealthChecks:
         failures, learned_at = 0, float("-inf")
         loop = asyncio.get_running_loop()
         while self._replicas.get(replica.name) is replica:
-            reason = await self.check(replica)
-            if reason is None:
+            try:
+                failure = await self.check(replica)
+            except RouterFull as error:
+                logger.warning("replica %s %s", replica.name, error.reason)
+                await asyncio.sleep(self._waits.health_interval)
+                continue
+            if failure is None:
                 failures = 0
+                if not replica.is_up:  # maybe another process, with another model
+                    learned_at = loop.time()
+                    await self.learn(replica)
                 if not replica.is_up or replica.checked_at is None:
                     logger.info("replica %s is up", replica.name)
                 replica.mark_up()
@@ -62,20 +70,22 @@ class HealthChecks:
             else:
                 failures += 1
                 replica.counts.health_failures += 1
-                is_gone = "refused the connection" in reason
-                if replica.is_up and (is_gone or failures >= FAILURES_TO_DOWN):
-                    logger.warning("replica %s is down: it %s", replica.name, reason)
-                    replica.mark_down(reason, lost_cache=is_gone)
+                if failure.has_ended or failures >= FAILURES_TO_DOWN:
+                    if replica.is_up:
+                        logger.warning("replica %s is down: it %s", replica.name, failure.reason)
+                    replica.mark_down(failure.reason, has_ended=failure.has_ended)
             await asyncio.sleep(self._waits.health_interval)
 
-    async def check(self, replica: Replica) -> str | None:
-        """Return the reason why a replica is not healthy, or None if it is. Any status below 500 is healthy, so a
-        server without /health is healthy if it answers."""
+    async def check(self, replica: Replica) -> ReplicaFailed | None:
+        """Return why a replica is not healthy, or None if it is. Any status below 500 is healthy, so a
+        server without /health is healthy if it answers. Raises RouterFull."""
         try:
             status, _, _ = await self._replicas.ask(replica, "GET", "/health", [], seconds=self._waits.health)
+        except RouterFull:
+            raise
         except ReplicaFailed as error:
-            return error.reason
-        return f"answered /health with {status}" if status >= 500 else None
+            return error
+        return ReplicaFailed(f"answered /health with {status}") if status >= 500 else None
 
     async def learn(self, replica: Replica) -> None:
         """Query a replica's models, its cache size, and whether it separates clients. A replica that does not report

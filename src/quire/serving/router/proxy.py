@@ -16,7 +16,7 @@ from quire.serving.http.guard import is_for_admins
 from quire.serving.http.key_ring import CLIENT_HEADER, KEY_HEADERS
 from quire.serving.router.choice import Choice, Chooser, rendezvous_weight
 from quire.serving.router.client_connection import HOP_BY_HOP, ClientConnection, Request
-from quire.serving.router.connections import ReplicaConnection, ReplicaFailed
+from quire.serving.router.connections import ReplicaConnection, ReplicaFailed, RouterFull
 from quire.serving.router.errors import error_body
 from quire.serving.router.path_facts import HeadFacts, PathFacts
 from quire.serving.router.prompt_keys import Prompt, read_prompt
@@ -28,6 +28,7 @@ logger = logging.getLogger("quire.router")
 
 _DROPPED_HEADERS = HOP_BY_HOP | {b"host", b"content-length", b"x-replica"}
 _KEY_HEADERS = frozenset({*KEY_HEADERS, CLIENT_HEADER})
+_RETRY_AFTER = ((b"retry-after", b"1"),)
 _MAX_CACHED_FORMS = 8  # most cached forms of one head, by replica address and client
 
 
@@ -160,7 +161,7 @@ class Proxy:
             has_body = job.request.method != "HEAD"
             job.client.reply(refusal.status, refusal.body, _without_content_length(refusal), has_body=has_body)
             return
-        raise ApiError(503, _no_replica_message(failures), code="no_replica", headers=((b"retry-after", b"1"),))
+        raise ApiError(503, _no_replica_message(failures), code="no_replica", headers=_RETRY_AFTER)
 
     async def guard(self, work: Callable[[], Awaitable[None]], request: Request, client: ClientConnection) -> None:
         """Run `work` for a request. If it raises, answer the request with the error."""
@@ -229,8 +230,10 @@ class Proxy:
             job.attempts_left = 0
             return False
         logger.warning("replica %s %s before it answered", replica.name, outcome.reason)
-        if replica.is_up:
+        if outcome.has_ended:
             replica.mark_down(outcome.reason)
+        elif replica.is_up:
+            replica.suspect(outcome.reason)
         if not outcome.never_sent and not job.facts.may_repeat:
             job.attempts_left = 0
         return False
@@ -244,8 +247,11 @@ class Proxy:
             if connection is None:
                 try:
                     connection = await self._replicas.pool(choice.replica).connect()
+                except RouterFull as error:
+                    message = f"replica {choice.replica.name} {error.reason}"
+                    raise ApiError(503, message, code="router_full", headers=_RETRY_AFTER) from None
                 except ReplicaFailed as error:
-                    return Outcome("failed", error.reason, never_sent=True)
+                    return Outcome("failed", error.reason, never_sent=True, has_ended=error.has_ended)
             ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
             self._send(job, choice.replica, connection, partial(_set_outcome, ended))
             outcome = await ended
@@ -314,7 +320,7 @@ class Proxy:
         home = self._replicas.home_of(name)
         if home is not None and not home.takes_requests:
             message = f"replica {home.name}, which has {name[:64]!a}, is {home.state}; try again later"
-            raise ApiError(503, message, code="no_replica", headers=((b"retry-after", b"1"),))
+            raise ApiError(503, message, code="no_replica", headers=_RETRY_AFTER)
         return Search(name, home, home is None)
 
     def _choose(self, job: Job) -> Choice | None:

@@ -37,6 +37,7 @@ class Outcome:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
     never_sent: bool = False  # the replica has not seen the request
+    has_ended: bool = False  # the replica refused the connection
     is_stale: bool = False  # the reused connection had closed since its last request
 
 
@@ -47,7 +48,8 @@ class Relay:
     """One attempt: the `Receiver` of the replica's response and the `ResponseSource` of the client's connection.
 
     The head is sent to the client with the first byte of the body, so another replica can be tried if this one fails
-    in between. Event streams are passed on in whole events, so an error event can follow them.
+    in between. Event streams are passed on in whole events, so an error event can follow them. A stream that is
+    compressed, or has a content-length, is passed on like any other body.
     """
 
     __slots__ = (
@@ -91,13 +93,14 @@ class Relay:
     # ------------------------------------------------------------------------------------ Receiver: replica
     def head(self, status: int, headers: Headers) -> None:
         self._status, self._headers, self._last_read_at = status, headers, self._time()
-        for name, kind in headers:
-            if name == b"content-type":
-                if kind.startswith(b"text/event-stream"):
-                    self._framing = b"\n\n"
-                elif kind.startswith(b"application/x-ndjson"):
-                    self._framing = b"\n"
-                return
+        found = dict(headers)
+        if b"content-length" in found or found.get(b"content-encoding", b"identity") != b"identity":
+            return  # nothing can be added after the length that the client expects, or to compressed bytes
+        kind = found.get(b"content-type", b"").lower()
+        if kind.startswith(b"text/event-stream"):
+            self._framing = b"\n\n"
+        elif kind.startswith(b"application/x-ndjson"):
+            self._framing = b"\n"
 
     def body(self, data: bytes) -> None:
         self._last_read_at = self._time()

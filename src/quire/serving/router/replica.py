@@ -69,12 +69,18 @@ class Replica:
         """Return how many leading bytes of a prompt its cache probably holds."""
         return CHUNK_ENDS[self.tree.match(prompt.keys)]
 
-    def mark_down(self, reason: str, *, lost_cache: bool = True) -> None:
-        """Send the replica no requests until a health check succeeds. Requests whose response has not begun fail and
-        may go to another replica. `lost_cache`: its process has probably ended, so clear its prefix tree."""
+    def suspect(self, reason: str) -> None:
+        """Send the replica no requests until a health check succeeds, because one of its requests failed. Its other
+        requests go on: if its process has ended, they fail too."""
         self.is_up, self.down_reason = False, reason
-        if lost_cache:
+
+    def mark_down(self, reason: str, *, has_ended: bool = True) -> None:
+        """Send the replica no requests until a health check succeeds. Requests whose response has not begun fail and
+        may go to another replica. `has_ended`: its process has probably ended, so forget its cache and its models."""
+        self.is_up, self.down_reason = False, reason
+        if has_ended:
             self.tree.clear()
+            self.models = self.keeps_owners = None
         self.on_down()
         for request in list(self.waiting):
             request.give_up(reason)

@@ -118,9 +118,10 @@ class ReplicaSet:
                 connection.send(data, answer, has_body=True)
                 return await answer.whole
         except TimeoutError:
-            if connection is not None:
-                connection.abort()
             raise ReplicaFailed(f"did not answer {path} within {seconds:g} s") from None
+        finally:
+            if connection is not None and not answer.is_whole:  # too late, or the client has disconnected
+                connection.abort()
 
     def _with_key(self, path: str, headers: Headers) -> Headers:
         key = self._config.replica_key or (None if headers else self._config.own_key)
@@ -137,6 +138,7 @@ class _ResponseCollector:
     def __init__(self) -> None:
         self.whole: asyncio.Future[tuple[int, Headers, bytes]] = asyncio.get_running_loop().create_future()
         self._status, self._headers, self._chunks, self._size = 0, Headers(), list[bytes](), 0
+        self.is_whole = False  # then the connection may be in its pool again
 
     def head(self, status: int, headers: Headers) -> None:
         self._status, self._headers = status, headers
@@ -147,6 +149,7 @@ class _ResponseCollector:
             self._chunks.append(data)
 
     def end(self) -> None:
+        self.is_whole = True
         if not self.whole.done():
             self.whole.set_result((self._status, self._headers, b"".join(self._chunks)))
 

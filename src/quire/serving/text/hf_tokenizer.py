@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders
 
+from quire.runtime.loading.mapping import refuse_pointer
 from quire.serving.text.edges import set_edges
 from quire.serving.text.special_tokens import SpecialTokens
 from quire.serving.text.word_pieces import read_word_pieces
@@ -49,10 +50,12 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         raise ModelLoadError(
             str(path), "no such file, and there is no vocab.txt of a WordPiece tokenizer either", fix=fix
         )
+    with path.open("rb") as file:
+        refuse_pointer(file.read(64), str(path))
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
-        raise ModelLoadError(str(path), f"not a tokenizer: {error}", fix="fetch the file again") from None
+        raise ModelLoadError(str(path), f"is not a tokenizer: {error}", fix="fetch the file again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if isinstance(tokenizer.decoder, decoders.WordPiece):  # without the cleanup of spaces, so that decoding is exact
@@ -84,11 +87,11 @@ def _read_text(path: Path) -> str | None:
             return None
         if path.stat().st_size > MAX_TEXT_BYTES:
             raise ModelLoadError(str(path), f"is larger than {MAX_TEXT_BYTES} bytes", fix="fetch the file again")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ModelLoadError(str(path), f"cannot be read: {error.strerror}", fix="check its permissions") from None
     except UnicodeDecodeError as error:
-        raise ModelLoadError(str(path), f"not UTF-8 text: {error.reason}", fix="fetch the file again") from None
+        raise ModelLoadError(str(path), f"is not UTF-8 text: {error.reason}", fix="fetch the file again") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -98,7 +101,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ModelLoadError(str(path), f"not JSON: {error}", fix="fetch the file again") from None
+        raise ModelLoadError(str(path), f"is not valid JSON: {error}", fix="fetch the file again") from None
     if not isinstance(found, dict):
         raise ModelLoadError(str(path), "must hold a JSON object", fix="fetch the file again")
     return found

@@ -12,6 +12,7 @@ from quire.config.engine import DeviceConfig
 from quire.config.model import Encoder
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.relative_bias import NUM_BUCKETS, RelativeBias, _buckets
+from quire.runtime.layers.split import Split
 from quire.types.errors import DoesNotFit
 from tests.unit.config.machines import LAPTOP, SMALL
 
@@ -19,7 +20,7 @@ DEVICE = DeviceConfig("cpu", "float32", "float32")
 
 
 def layer() -> RelativeBias:
-    made = RelativeBias("bias", SMALL.heads, LayerBuilder(DEVICE, SMALL.heads).placement)
+    made = RelativeBias("bias", Split.whole(SMALL.heads.num_query), LayerBuilder(DEVICE, SMALL.heads).placement)
     made.weight.data.copy_(torch.randn(NUM_BUCKETS, SMALL.heads.num_query, generator=torch.Generator().manual_seed(0)))
     return made
 

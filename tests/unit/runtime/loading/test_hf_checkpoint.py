@@ -118,6 +118,14 @@ def test_several_files_without_an_index_are_refused(directory: Path) -> None:
         opened(directory)
 
 
+def test_one_part_of_a_split_checkpoint_is_refused(directory: Path) -> None:
+    split_in_two(directory)
+    (directory / INDEX).unlink()
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"one part of a split checkpoint \(model-00001-of-00002\.safetensors\)"):
+        opened(directory)
+
+
 def test_a_file_the_index_names_must_be_there(directory: Path) -> None:
     split_in_two(directory)
     (directory / "model-00002-of-00002.safetensors").unlink()
@@ -225,7 +233,7 @@ def test_a_wrong_header_is_refused_by_name_and_reason(tmp_path: Path, case: str)
         (b"12345", "too few for a header"),
         (struct.pack("<Q", 1 << 60), "claims a header of"),
         (struct.pack("<Q", 100) + b"{}", "inside its header"),
-        (struct.pack("<Q", 4) + b"{{{{", "is not valid JSON"),
+        (struct.pack("<Q", 4) + b"{{{{", "its header is not valid JSON.*download it again"),
     ],
 )
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from quire.config.model import Heads, ModelConfig, Rope
 from quire.config.weight_counts import WeightCounts
 from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.hf.json_file import read_json
 from quire.runtime.loading.model_config import read_model_config
 from quire.types.errors import ModelLoadError
 
@@ -148,7 +149,7 @@ def test_linear_and_dynamic_rope_have_a_factor(tmp_path: Path, kind: str) -> Non
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "architecture": (
         {"architectures": ["MambaForCausalLM"]},
-        "MambaForCausalLM is not supported; supported: LlamaForCausalLM",
+        "MambaForCausalLM is not supported; supported are BambaForCausalLM, .* and others; docs/reference/models.md",
     ),
     "model type": ({"architectures": None, "model_type": "mamba"}, "model_type: 'mamba' is not supported"),
     "no architecture": ({"architectures": []}, "must name one architecture"),
@@ -215,7 +216,8 @@ def test_a_setting_that_cannot_be_obeyed_is_refused_by_name(tmp_path: Path, case
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is not valid JSON"),
+        (b"", "is empty; download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS.*git lfs pull"),
         (b"[]", "must hold a JSON object"),
         (b'{"a": 1, "a": 2}', "'a' is given twice"),
         (b'{"a": ' + b"[" * 100_000, "is not valid JSON"),
@@ -227,6 +229,11 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes, mes
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelLoadError, match=message):
         read_model_config(ModelFiles("tiny", tmp_path, "hf"))
+
+
+def test_a_config_that_was_saved_on_windows_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf{\r\n}\r\n")
+    assert read_json(tmp_path / "config.json") == {}
 
 
 def test_a_missing_config_is_named(tmp_path: Path) -> None:

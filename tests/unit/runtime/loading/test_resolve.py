@@ -57,6 +57,25 @@ def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adapter_config.json", "is a LoRA adapter, not a model; .*--lora-modules NAME=FOLDER"),
+        ("model.safetensors", "has weights but no config.json; download all of the model's files"),
+    ],
+)
+def test_a_folder_that_is_no_whole_model_says_what_it_is(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("page", ["https://huggingface.co/org/name", "https://hf.co/org/name/tree/main"])
+def test_the_page_of_a_hub_model_leads_to_its_name(page: str) -> None:
+    with pytest.raises(ConfigError, match=r"give the name in it: org/name$"):
+        resolve_model(page)
+
+
 def test_a_misspelt_catalogue_name_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=f"no model is called 'smollm2-135m-instuct'; did you mean {DEFAULT}"):
         resolve_model("smollm2-135m-instuct")

@@ -85,6 +85,21 @@ def test_sizes_of_a_released_model_are_those_of_transformers(name: str) -> None:
     assert (ours.windows or (None,) * ours.num_layers) == windows_of(theirs)
 
 
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # keys of the most positions
+
+
+@pytest.mark.parametrize("name", [*RELEASED, *ENCODERS])
+def test_a_model_has_as_many_positions_as_its_file_says(name: str) -> None:
+    settings = copy.deepcopy((RELEASED | ENCODERS)[name])
+    inner = settings.get("text_config", settings)
+    key = next((each for each in LENGTHS if each in inner), None)
+    if key is None or "max_trained_positions" in inner:
+        pytest.skip("its file does not say")
+    inner[key] = 12_345
+    ours = read(settings)
+    assert ours.rope.max_position == 12_345 - (0 if ours.encoder is None else ours.encoder.position_offset)
+
+
 def rotary_parameters(config: Any) -> dict[str, dict[str, Any]]:
     """Return the parameters by type of layer; by None if all layers have the same."""
     given = getattr(config, "rope_parameters", None) or {}

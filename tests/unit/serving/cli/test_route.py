@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.config.keys import digests
-from quire.config.router import MAX_CACHE_TOKENS
+from quire.config.router import MAX_CACHE_TOKENS, read_replica
 from quire.serving.cli import _parser
 from quire.serving.cli.route import router_config
 from quire.types.errors import ConfigError
@@ -37,7 +37,34 @@ def test_a_cache_size_that_no_replica_can_have_is_refused(tokens: int) -> None:
         router_config(_parser().parse_args(flags))
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8001", "ftp://a", "http://a:x", "http://user@a"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8001", "ftp://a", "http://a:x", "http://user@a", "http://:pw@a", "http://[::1:8001", "http://[a]",
+        "http://a:0", "http://a..b", "http://" + "a" * 64, "http://a b", "http://a/b c", "http://a/\u00e4",
+        "http://a\u00b2..b", "http://a/%0d%0a b", "http://a:99999",
+    ],
+)  # fmt: skip
 def test_a_replica_that_is_not_a_url_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is not the address of a server"):
         router_config(_parser().parse_args(["route", "--replica", url]))
+
+
+@pytest.mark.parametrize("url", ["=http://a", "unix:/", "a/b=http://a", "-a=http://a", "a b=http://a"])
+def test_a_replica_without_a_valid_name_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"replica: .* (is not a valid name|is not the address of a server)"):
+        read_replica(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "authority", "name"),
+    [
+        ("http://b\u00fccher.example:81", "xn--bcher-kva.example:81", "xn--bcher-kva.example-81"),
+        ("http://[::1]:8001", "[::1]:8001", "1-8001"),
+        ("http://[fe80::1%eth0]:8001", "[fe80::1]:8001", "fe80--1-eth0-8001"),
+        ("https://A.example/llm/v1/", "a.example", "a.example-443"),
+    ],
+)
+def test_the_host_header_of_a_replica_is_ascii_and_has_no_zone(url: str, authority: str, name: str) -> None:
+    found = read_replica(url)
+    assert (found.authority, found.name) == (authority, name)

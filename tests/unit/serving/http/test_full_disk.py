@@ -127,3 +127,33 @@ def test_a_batch_whose_end_cannot_be_stored_ends_when_there_is_room(
     assert stored.status == "failed"
     assert stored.problem == "endpoint /v1/unknown is not served"
     assert fails == [0, 0]
+
+
+def test_a_batch_that_may_not_be_locked_fails_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = BatchRunner(tmp_path, Limits(), dispatcher=None)  # type: ignore[arg-type]
+    batch = runner.batches.create("me", "/v1/unknown", "file", None)
+
+    def refused(*given: object) -> int | None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/secret/path")
+
+    monkeypatch.setattr(runner.batches, "lock", refused)
+    asyncio.run(asyncio.wait_for(runner._run(batch), 5.0))
+    stored = runner.batches.get("me", batch.id)
+    assert stored.status == "failed"
+    assert stored.problem == "the server could not read or write its files: Permission denied"
+
+
+def test_a_batch_in_a_folder_that_may_not_be_written_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = BatchRunner(tmp_path, Limits(), dispatcher=None)  # type: ignore[arg-type]
+    batch = runner.batches.create("me", "/v1/unknown", "file", None)
+
+    def refused(*given: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(runner.batches, "lock", refused)
+    monkeypatch.setattr(runner.batches, "save", refused)
+    asyncio.run(asyncio.wait_for(runner._run(batch), 5.0))
+    assert runner.batches.get("me", batch.id).status == "validating"
+    assert f"batch {batch.id}: it cannot be stored that it failed: [Errno {errno.EROFS}]" in caplog.text

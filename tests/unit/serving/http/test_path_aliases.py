@@ -53,6 +53,10 @@ def test_a_path_that_is_not_there_is_answered_with_its_api_and_with_what_is_ther
     assert "there is nothing at /x\\x1b[0m" in str(path_not_found("/x\x1b[0m", ROUTES))
 
 
+def test_a_misspelt_path_gets_a_suggestion() -> None:
+    assert "did you mean /v1/chat/completions?" in str(path_not_found("/v1/chat/completion", ROUTES))
+
+
 def test_an_api_that_is_there_is_not_said_to_be_missing() -> None:
     routes = [*ROUTES, "/v1/messages", "/api/chat"]
     for path in ("/v1/messages/batches", "/api/embed", "/messages/x"):

@@ -53,6 +53,8 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "chat_batch": {"messages": [[{"role": "user", "content": "x"}]]},
     "generate": {"token_ids": [1]},
     "sglang_generate": {"text": "x"},
+    "tgi_generate": {"inputs": "x"},
+    "tgi_generate_stream": {"inputs": "x"},
     "chat_render": {"messages": [{"role": "user", "content": "x"}]},
     "completions_render": {"prompt": "x"},
     "chat_input_tokens": {"messages": [{"role": "user", "content": "x"}]},
@@ -181,6 +183,11 @@ def test_an_unknown_parameter_is_named_but_not_echoed_at_length() -> None:
 def test_an_unknown_parameter_that_is_close_to_a_known_one_is_told_so() -> None:
     _, (warning,) = check_body("completions", {"prompt": "x", "temprature": 1}, Limits(), strict=False)
     assert warning == "temprature: is not a parameter of this endpoint; did you mean temperature?"
+
+
+def test_extra_body_is_told_to_be_an_argument_of_a_client() -> None:
+    _, (warning,) = check_body("completions", {"prompt": "x", "extra_body": {"top_k": 1}}, Limits(), strict=False)
+    assert warning.endswith("argument of OpenAI's Python client; in JSON, put its members beside the other parameters")
 
 
 def test_warnings_are_bounded() -> None:

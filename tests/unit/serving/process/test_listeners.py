@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from quire.config.arguments import EngineArguments
 from quire.config.server import ListenConfig, ModelSource, ServerConfig
-from quire.serving.process.listeners import open_listeners
+from quire.serving.process.listeners import open_listeners, raise_limit_of_open_files
 from quire.serving.process.tls import make_context, reload_context
 from quire.types.errors import ConfigError
 
@@ -91,3 +92,16 @@ def test_a_bad_pair_does_not_replace_the_one_in_use() -> None:
     with pytest.raises(ConfigError):
         reload_context(context, pair("second-cert.pem", "first-key.pem"))
     reload_context(context, pair("second-cert.pem", "second-key.pem"))
+
+
+def test_a_server_may_open_as_many_files_as_its_hard_limit_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        raise_limit_of_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
+        raise_limit_of_open_files()  # it is never lowered
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -107,7 +107,7 @@ def test_the_tree_is_as_large_as_the_cache_that_a_replica_reports() -> None:
 def test_a_replica_whose_process_ended_has_lost_its_cache() -> None:
     replica = replicas(1)[0]
     replica.tree.insert([1, 2])
-    replica.mark_down("is slow", lost_cache=False)
+    replica.mark_down("is slow", has_ended=False)
     assert (replica.tree.match([1, 2]), replica.takes_requests) == (2, False)
     replica.mark_down("closed the connection")
     assert replica.tree.match([1, 2]) == 0

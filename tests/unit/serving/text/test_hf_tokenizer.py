@@ -38,8 +38,21 @@ def test_a_directory_without_tokenizer_json_is_refused_with_the_fix(tmp_path: Pa
 def test_a_broken_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     files = write(tmp_path)
     (tmp_path / f"{name}.json").write_text('{"a": ', encoding="utf-8")
-    with pytest.raises(ModelLoadError, match=f"{name}.json: not "):
+    with pytest.raises(ModelLoadError, match=f"{name}.json: is not "):
         load_tokenizer(files)
+
+
+def test_a_pointer_of_git_lfs_is_not_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 9\n")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: is a pointer of Git LFS.*git lfs pull"):
+        load_tokenizer(ModelFiles("tiny", tmp_path, "hf"))
+
+
+def test_a_configuration_that_was_saved_on_windows_is_read(tmp_path: Path) -> None:
+    files = write(tmp_path)
+    text = '{\n"eos_token": "<|end|>",\n"chat_template": "{{ 1 }}"\n}\n'.replace("\n", "\r\n")
+    (tmp_path / "tokenizer_config.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_tokenizer(files).chat_template == "{{ 1 }}"
 
 
 def test_begin_and_end_come_from_the_small_files(tmp_path: Path) -> None:
@@ -164,7 +177,7 @@ def test_a_chat_template_that_cannot_be_read_is_refused_by_name(
 ) -> None:
     files = write(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja: not UTF-8 text"):
+    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja: is not UTF-8 text"):
         load_tokenizer(files)
 
     def fail(path: Path, **options: object) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config.fields import Fields
-from quire.config.model import MXFP4, Dtype, ModelConfig, mxfp4_experts
+from quire.config.model import MXFP4, Dtype, ModelConfig
+from quire.config.mxfp4 import mxfp4_experts
 from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.hf.json_file import read_json
 from quire.runtime.loading.hf.quantized.registry import METHODS, method_name, read_method
@@ -87,18 +90,23 @@ def _read_family(config: Fields) -> str:
     return name
 
 
+def _supported(name: str, known: Iterable[str]) -> str:
+    """Return the fix for a model of an unknown kind: the supported names that are most similar, and where all are."""
+    near = get_close_matches(name, known, 3, 0.0)
+    return f"supported are {', '.join(near)} and others; docs/reference/models.md lists them"
+
+
 def _read_name(config: Fields) -> str:
-    supported = f"supported: {', '.join(CLASSES)}"
     names = config.raw("architectures")
     if names is None:
         kind = config.text("model_type")
         if kind not in ENTRIES:
-            raise config.refuse("model_type", f"{kind!r} is not supported", fix=supported)
+            raise config.refuse("model_type", f"{kind!r} is not supported", fix=_supported(kind, ENTRIES))
         return kind
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise config.refuse("architectures", "must name one architecture", fix=supported)
+        raise config.refuse("architectures", "must name one architecture", fix="such as LlamaForCausalLM")
     if names[0] not in CLASSES:
-        raise config.refuse("architectures", f"{names[0]} is not supported", fix=supported)
+        raise config.refuse("architectures", f"{names[0]} is not supported", fix=_supported(names[0], CLASSES))
     if names[0] == "LlamaForCausalLM" and config.raw("draft_vocab_size") is not None:
         return "eagle3"  # the architecture that the first published EAGLE-3 heads have
     inner = config.raw("text_config")

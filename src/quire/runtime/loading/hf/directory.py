@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from quire.runtime.loading.hf.json_file import read_json
@@ -9,6 +10,7 @@ from quire.types.errors import ModelLoadError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r".*-\d{5}-of-(?!00001)\d{5}\.safetensors")  # one file of several
 CODE_CARRIERS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -20,11 +22,11 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     if (directory / SINGLE).is_file():
         return [directory / SINGLE], None
     found = sorted(directory.glob("*.safetensors"))
-    if len(found) == 1:
+    if len(found) == 1 and _SHARD.fullmatch(found[0].name) is None:
         return found, None
     if found:
         raise ModelLoadError(
-            str(directory), f"has {len(found)} safetensors files and no {INDEX}", fix="download the index too"
+            str(directory), f"has {_count(found)} and no {INDEX}", fix="download all of the model's files"
         )
     carriers = sorted(path.name for pattern in CODE_CARRIERS for path in directory.glob(pattern))
     if carriers:
@@ -34,6 +36,12 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
             fix="use a safetensors version of the model (transformers: save_pretrained writes one)",
         )
     raise ModelLoadError(str(directory), "has no safetensors files", fix="download the model's weights")
+
+
+def _count(files: list[Path]) -> str:
+    if len(files) == 1:
+        return f"one part of a split checkpoint ({files[0].name})"
+    return f"{len(files)} safetensors files"
 
 
 def _indexed_files(directory: Path, index: Path) -> tuple[list[Path], dict[str, str]]:

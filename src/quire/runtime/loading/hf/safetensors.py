@@ -56,7 +56,7 @@ class SafetensorsFile:
         self.name = self._file.name
         try:
             start = self._header_end()
-            header = parse_json(bytes(self._file.data[8:start]), self.name)
+            header = parse_json(bytes(self._file.data[8:start]), self.name, "its header")
             self._check_metadata(header.pop("__metadata__", {}))
             self.tensors = {name: self._place(name, entry, start) for name, entry in header.items()}
             self._check_layout(start)

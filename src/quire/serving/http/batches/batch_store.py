@@ -140,6 +140,9 @@ class BatchStore:
         except BlockingIOError:
             os.close(lock)
             return None
+        except OSError:
+            os.close(lock)
+            raise
         return lock
 
     def _all(self) -> list[Batch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import tempfile
@@ -17,6 +18,13 @@ from quire.serving.http.batches.gate import BackgroundGate
 from quire.serving.http.exchange import AsgiHandler
 
 RETRY_SECONDS = 10.0  # between two attempts to write what a full disk or too many open files refused
+# Errors that may be over at the next attempt. With all others, such as a missing permission, attempts would never end.
+PASSING = frozenset(
+    {
+        errno.EAGAIN, errno.EBUSY, errno.EDQUOT, errno.EINTR, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOLCK,
+        errno.ENOMEM, errno.ENOSPC, errno.ESTALE, errno.ETIMEDOUT,
+    }
+)  # fmt: skip
 logger = logging.getLogger("quire.edge")
 
 
@@ -57,10 +65,11 @@ class BatchRunner:
             self._temporary.cleanup()
 
     async def _run(self, batch: Batch) -> None:
-        lock = await self._lock(batch)
-        if lock is None:
-            return
+        lock = None
         try:
+            lock = await self._lock(batch)
+            if lock is None:
+                return
             handler = self.targets.get(batch.endpoint)
             if handler is None:
                 raise BatchFailed(f"endpoint {batch.endpoint} is not served")
@@ -74,24 +83,31 @@ class BatchRunner:
             logger.exception("batch %s failed", batch.id)
             await self._fail(batch, "the server failed to run it; the cause is in its log")
         finally:
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
 
     async def _lock(self, batch: Batch) -> int | None:
-        """Lock a batch for this process, as soon as a file can be opened. Returns None if another process runs it."""
+        """Lock a batch for this process, as soon as a file can be opened. Returns None if another process runs it.
+        Raises OSError if the file can never be opened."""
         while True:
             try:
                 return await asyncio.to_thread(self.batches.lock, batch)
             except OSError as error:
+                if error.errno not in PASSING:
+                    raise
                 await self._wait_after(batch, error)
 
     async def _fail(self, batch: Batch, problem: str) -> None:
-        """Store that a batch has failed, as soon as there is room on the disk."""
+        """Store that a batch has failed, as soon as there is room on the disk. If it can never be stored, log that."""
         batch.problem = problem
         batch.enter("failed")
         while True:
             try:
                 return await asyncio.to_thread(self.batches.save, batch)
             except OSError as error:
+                if error.errno not in PASSING:
+                    logger.error("batch %s: it cannot be stored that it failed: %s", batch.id, error)
+                    return None
                 await self._wait_after(batch, error)
 
     async def _wait_after(self, batch: Batch, error: OSError) -> None:

@@ -22,6 +22,7 @@ from quire.serving.http.endpoints.render import RENDERS
 from quire.serving.http.endpoints.responses.endpoint import RESPONSES
 from quire.serving.http.endpoints.scoring import SCORING
 from quire.serving.http.endpoints.sglang import SGLANG
+from quire.serving.http.endpoints.tgi import TGI
 from quire.serving.http.endpoints.tokenize import DETOKENIZE, TOKENIZE
 
 _DESCRIBED: tuple[Endpoint, ...] = (
@@ -41,6 +42,7 @@ _DESCRIBED: tuple[Endpoint, ...] = (
     *OLLAMA,
     *LLAMA_CPP,
     *SGLANG,
+    *TGI,
     *FOREIGN_EMBEDDINGS,
     *FILES,
     *batch_endpoints((CHAT, COMPLETIONS, RESPONSES[0], GENERATE, EMBEDDINGS[0])),

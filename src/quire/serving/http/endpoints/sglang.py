@@ -37,17 +37,18 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A member that would change the answer and is not supported. Empty values are accepted."""
+    """A member that would change the answer and is not supported. The harmless values are accepted."""
 
     why: str
+    harmless: tuple[Any, ...] = ("", [], {})
 
     def check(self, where: str, value: Any, limits: Bounds) -> None:  # noqa: ARG002
-        if value in ("", [], {}):
+        if value in self.harmless:
             return
         raise UnsupportedParameter(where, self.why, "leave it out")
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
-        return {"enum": [None, "", [], {}]}
+        return {"enum": [None, *self.harmless]}
 
 
 class Batch(NamedTuple):
@@ -142,6 +143,9 @@ _FIELDS = (
     no_effect("conversation_id", "The conversation of the request.", why=_LABEL),
     no_effect("log_metrics", "All requests are counted.", True),
     no_effect("no_logs", "Texts are never logged."),
+    not_supported("inputs", "Text Generation Inference's name of `text`.",
+                  why="belongs to Text Generation Inference, whose requests go to / or /generate_stream; here it is "
+                  "text"),
     not_supported("token_ids", "vLLM's name of `input_ids`.", why="belongs to /v1/generate; here it is input_ids"),
     not_supported("input_embeds", "Embeddings instead of tokens."),
     *(not_supported(name, "Images and audio.") for name in ("image_data", "video_data", "audio_data")),
