@@ -47,6 +47,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "products of float32 rows on a CPU beside torch.mm, no model",
         ("--shapes", "smollm2", "--rows", "1,512", "--repeats", "3"),
     ),
+    "cpu_attention": ("attention of the compiled CPU kernels beside that of torch, no model", ("--repeats", "2")),
     "structured": ("do answers match 200 JSON schemas, what a mask and a refusal cost", ("--schemas", "20")),
     "mixed": (
         "a batch in which one request has a grammar and one a penalty, beside the plain batch",

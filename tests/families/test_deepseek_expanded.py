@@ -122,6 +122,19 @@ def test_preparation_expands_for_the_shapes_whose_chunks_are_expanded(
     assert blank.step.attention.expanded.plan.pages[0, :2].tolist() == [0, 0]
 
 
+def test_preparation_compiles_the_absorbed_form_too(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = bench(checkpoint, monkeypatch, 1).worker._runner._batches
+    others = batches.other_shapes()  # type: ignore[attr-defined]
+    assert [(shape.decodes, shape.scratch) for shape in others] == [(False, False), (True, False)]
+    for shape in others:
+        attention = batches.blank(shape).step.attention  # type: ignore[attr-defined]
+        assert attention.expanded is None
+        assert attention.prefill is not None
+    absorbed_only = bench(checkpoint, monkeypatch, 0).worker._runner._batches
+    forms = {shape.scratch for shape in absorbed_only.other_shapes()}  # type: ignore[attr-defined]
+    assert forms == {True}
+
+
 def test_heads_too_large_for_the_kernels_are_never_expanded(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""HyperCLOVA X, MiniCPM 3 and AFMoE: settings beside those of the table, and what is refused."""
+"""HyperCLOVA X, MiniCPM 3, AFMoE, Granite with windows, Mellum 2, Hunyuan 3, Youtu and Jais 2: settings beside those of
+the table, and what is refused."""
 
 from __future__ import annotations
 
@@ -25,6 +26,11 @@ CONFIGS = {
     "hyperclovax": lambda: transformers.HyperCLOVAXConfig(**SIZES),
     "minicpm3": lambda: transformers.MiniCPM3Config(**SIZES, **LATENTS, num_key_value_heads=2),
     "afmoe": lambda: transformers.AfmoeConfig(**SIZES, **EXPERTS),
+    "youtu": lambda: transformers.YoutuConfig(**SIZES, **LATENTS, num_key_value_heads=2),
+    "granite_swa": lambda: transformers.GraniteSWAConfig(**SIZES, num_key_value_heads=1),
+    "mellum": lambda: transformers.MellumConfig(**SIZES, **EXPERTS, num_key_value_heads=1),
+    "hy_v3": lambda: transformers.HYV3Config(**SIZES, **EXPERTS, num_key_value_heads=1),
+    "jais2": lambda: transformers.Jais2Config(**SIZES),
 }
 
 
@@ -58,6 +64,14 @@ def test_layers_of_afmoe_that_see_all_tokens_have_no_positions(tmp_path: Path) -
     check_parity(path, attention="auto")
 
 
+def test_all_layers_of_a_kind_have_one_base_of_frequencies(tmp_path: Path) -> None:
+    config = transformers.GraniteSWAConfig(
+        **(SIZES | {"num_hidden_layers": 3}), num_key_value_heads=1, layer_rope_theta=[10_000.0, 20_000.0, 30_000.0]
+    )
+    with pytest.raises(ModelLoadError, match="layer_rope_theta"):
+        open_checkpoint(files_at(hf_checkpoint(tmp_path, config)))
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
@@ -73,6 +87,14 @@ def test_layers_of_afmoe_that_see_all_tokens_have_no_positions(tmp_path: Path) -
         ("afmoe", "attention_bias", True),
         ("afmoe", "num_experts_per_tok", 5),
         ("afmoe", "global_attn_every_n_layers", 0),
+        ("youtu", "attention_bias", True),
+        ("granite_swa", "layer_rope_theta", [1.0, 0]),
+        ("granite_swa", "layer_rope_theta", [10_000.0]),
+        ("mellum", "mlp_layer_types", ["dense", "thin"]),
+        ("mellum", "rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("hy_v3", "mlp_bias", True),
+        ("hy_v3", "num_experts_per_tok", 5),
+        ("jais2", "hidden_act", "tanh"),
     ],
 )
 def test_what_is_not_supported_is_refused(tmp_path: Path, name: str, key: str, value: object) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from family_bench import change_config, check_parity, hf_checkpoint, hf_model, load_bench, num_calls
+from gguf_families import LAYOUTS, family_metadata, family_tensors, gguf_case
+from gguf_files import write_gguf
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.types.errors import ModelLoadError
@@ -60,6 +62,16 @@ def test_a_model_without_attention_keeps_states_and_the_blocks_that_name_its_tok
 def test_only_the_scan_is_called_in_python(tmp_path: Path) -> None:
     hf_checkpoint(tmp_path, CONFIGS["falcon_mamba"]())
     assert num_calls(load_bench(tmp_path)) == 2
+
+
+def test_gguf_files_of_falcon_mamba_say_that_step_sizes_are_normed(tmp_path: Path) -> None:
+    case, layout = gguf_case("mamba", tmp_path), LAYOUTS["mamba"]
+    metadata = family_metadata(layout, case) | {"mamba.ssm.dt_b_c_rms": True}
+    path = write_gguf(tmp_path / "m.gguf", metadata, family_tensors(layout, case, "F32"))
+    recurrent = open_checkpoint(files_at(path)).config.recurrent
+    assert recurrent is not None
+    assert recurrent.selective is not None
+    assert recurrent.selective.norm_eps == 1e-6
 
 
 @pytest.mark.parametrize(

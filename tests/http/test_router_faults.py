@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import errno
 import gzip
+import shutil
+import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from quire.config.keys import KeySources
+from quire.config.server import ListenConfig
+from quire.serving.process.listening import BACKLOG
+from quire.serving.router.connections import ReplicaFailed, ReplicaPool
 from stub_replica import PATIENCE, QUICK, Asked, Bench, Script, StubReplica, bench, drop, whole
 
+PAIRS = Path(__file__).parents[1] / "support/tls"
 RARE_CHECKS = replace(QUICK, health_interval=600.0)  # only the first one
 
 
@@ -46,7 +55,9 @@ def test_a_head_that_ends_early_is_sent_to_another_replica_and_is_not_healthy(da
             found = one.router.replicas.get("a")
             assert found is not None
             one.replicas[0].answers_health = raw(data)
-            assert await one.router.health.check(found) == "closed the connection"
+            failure = await one.router.health.check(found)
+            assert failure is not None
+            assert (failure.reason, failure.has_ended) == ("closed the connection", False)
 
     run(test)
 
@@ -184,3 +195,133 @@ def test_a_replica_that_comes_back_with_another_model_gets_requests_for_that_mod
                 assert answer.headers["x-routed-to"] == "b"
 
     run(test)
+
+
+def test_a_response_of_no_status_is_invalid() -> None:
+    async def test() -> None:
+        stub = StubReplica("a", raw(b"HTTP/1.1 000 No\r\ncontent-length: 2\r\n\r\n{}"))
+        async with bench(stub, StubReplica("b"), waits=RARE_CHECKS) as one:
+            for number in range(8):
+                assert (await one.ask(f"{number} " * 400)).headers["x-routed-to"] == "b"
+            assert stub.asked
+
+    run(test)
+
+
+def test_the_trailers_of_a_response_are_not_sent_as_headers() -> None:
+    async def test() -> None:
+        data = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-late: 1\r\n\r\n"
+        async with bench(StubReplica("a", raw(data, is_kept=True))) as one:
+            answer = await asyncio.wait_for(one.ask(), 30)
+            assert (answer.status_code, answer.content, "x-late" in answer.headers) == (200, b"", False)
+
+    run(test)
+
+
+def test_connections_that_are_idle_for_long_are_closed_though_the_replica_keeps_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.serving.router.connections.IDLE_SECONDS", 0.05)
+
+    async def test() -> None:
+        async with bench(StubReplica("a")) as one:  # each health check opens a connection
+            stub, found = one.replicas[0], set[asyncio.StreamWriter]()
+            async with asyncio.timeout(PATIENCE):
+                while len(found) < 60:
+                    found |= stub._writers
+                    await asyncio.sleep(0.005)
+            assert len(stub._writers) < 30
+
+    run(test)
+
+
+def test_a_replica_that_is_slow_to_accept_keeps_the_requests_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        may_end = asyncio.Event()
+
+        async def slow(asked: Asked, writer: asyncio.StreamWriter) -> bool:
+            await may_end.wait()
+            return await whole()(asked, writer)
+
+        async def accepts_nothing(_pool: ReplicaPool, _seconds: float | None = None) -> Any:
+            raise ReplicaFailed("took no connection for 5 s", never_sent=True)
+
+        async with bench(StubReplica("a", slow), waits=RARE_CHECKS) as one:
+            upload = asyncio.ensure_future(one.client.post("/v1/files", content=b"--x--"))
+            await one.until(lambda: one.replicas[0].asked)
+            with monkeypatch.context() as patch:
+                patch.setattr(ReplicaPool, "connect", accepts_nothing)
+                failed = await one.client.post("/v1/batches", json={})
+            assert (failed.status_code, one.state("a")) == (503, "down")
+            may_end.set()
+            assert (await upload).status_code == 200
+
+    run(test)
+
+
+def test_clients_that_come_while_the_router_is_busy_wait_for_it() -> None:
+    count = 300  # more than asyncio's own backlog
+    if int(Path("/proc/sys/net/core/somaxconn").read_text(encoding="ascii")) < count:
+        pytest.skip("the system keeps fewer connections")
+
+    async def test() -> None:
+        async with bench(StubReplica("a"), waits=RARE_CHECKS) as one:
+            clients = [socket.create_connection(("127.0.0.1", one.port), timeout=20) for _ in range(count)]
+            for client in clients:
+                client.close()
+
+    assert count < BACKLOG
+    run(test)
+
+
+def tls(folder: Path) -> ListenConfig:
+    return ListenConfig(tls_cert=str(folder / "cert.pem"), tls_key=str(folder / "key.pem"))
+
+
+def put_pair(name: str, folder: Path) -> bytes:
+    """Make this the pair in the folder. Returns its certificate."""
+    for part in ("cert", "key"):
+        shutil.copyfile(PAIRS / f"{name}-{part}.pem", folder / f"{part}.pem")
+    return ssl.PEM_cert_to_DER_cert((folder / "cert.pem").read_text(encoding="ascii"))
+
+
+def test_a_client_that_never_begins_its_tls_handshake_is_cut_off(tmp_path: Path) -> None:
+    put_pair("first", tmp_path)
+
+    async def test() -> None:
+        async with bench(StubReplica("a"), listen=tls(tmp_path), limits={"header_seconds": 1}) as one:
+            reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            try:
+                assert await asyncio.wait_for(reader.read(), 30) == b""
+            finally:
+                writer.close()
+
+    run(test)
+
+
+def test_a_router_that_reloads_has_the_new_certificate_or_keeps_the_old_one(tmp_path: Path) -> None:
+    first = put_pair("first", tmp_path)
+
+    async def test() -> None:
+        async with bench(StubReplica("a"), listen=tls(tmp_path)) as one:
+            assert await asyncio.to_thread(certificate_of, one.port) == first
+            second = put_pair("second", tmp_path)
+            assert one.router.reload(KeySources())
+            assert await asyncio.to_thread(certificate_of, one.port) == second
+            (tmp_path / "cert.pem").write_text("nonsense", encoding="ascii")
+            assert not one.router.reload(KeySources())
+            assert await asyncio.to_thread(certificate_of, one.port) == second
+
+    run(test)
+
+
+def certificate_of(port: int) -> bytes:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as wrapped,
+    ):
+        found = wrapped.getpeercert(binary_form=True)
+    assert found is not None
+    return found

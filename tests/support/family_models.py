@@ -189,6 +189,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "short_factor": [1.0, 1.25, 2.0, 3.5], "long_factor": [1.0, 1.25, 2.0, 3.5],
         },
     },
+    "youtu": {**LATENT, "moe_intermediate_size": ..., "q_lora_rank": 24},
+    "jais2": {"head_dim": 16},
+    "granite_swa": {
+        **GRANITE, "sliding_window": 9, "layer_rope_theta": [10_000.0, 500.0, 0],
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "hy_v3": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "mellum": {
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "helium": {"head_dim": 16, "pad_token_id": 0},
     "hunyuan_v1_dense": {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},
     "internlm2": {},

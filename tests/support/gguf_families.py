@@ -345,6 +345,21 @@ def falcon_h1_settings(config: Any) -> dict[str, object]:
     return {**decoder_settings(config), **whole_heads(config), **mamba_settings(config, *sizes)}
 
 
+def selective_settings(config: Any) -> dict[str, object]:
+    return {
+        "context_length": 1 << 20, "embedding_length": config.hidden_size, "feed_forward_length": 0,
+        "attention.head_count": 0, "block_count": config.num_hidden_layers, "ssm.conv_kernel": config.conv_kernel,
+        "ssm.inner_size": config.intermediate_size, "ssm.state_size": config.state_size,
+        "ssm.time_step_rank": config.time_step_rank, "ssm.dt_b_c_rms": False,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+    }  # fmt: skip
+
+
+def selective_tensors(name: str, values: Tensor, config: Any) -> Tensor:
+    """Rates as factors, convolutions as matrices."""
+    return -values.exp() if name.endswith("A_log") else flat_convolutions(name, values, config)
+
+
 def mamba_tensors(name: str, values: Tensor, config: Any) -> Tensor:
     """Decays as factors, with D in columns, norms by group, convolutions as matrices."""
     if name.endswith("A_log"):
@@ -417,6 +432,7 @@ LAYOUTS: dict[str, Layout] = {
         lambda name, values, config: mamba_tensors(name, in_pairs(name, values, config), config),
         {"mamba_n_groups": 1, "num_local_experts": 0, "shared_intermediate_size": 96},
     ),
+    "mamba": Layout("mamba", selective_settings, selective_tensors),
     "nemotron_h": Layout("nemotron_h", nemotron_h_settings, mamba_tensors),
     "falcon_h1": Layout(
         "falcon-h1", falcon_h1_settings, mamba_tensors,
@@ -547,7 +563,7 @@ def _published(name: str, architecture: str, *, has_experts: bool) -> str:
         name = name if has_experts else name.replace("mlp.shared_expert.", "mlp.")
     if architecture == "falcon-h1":
         name = name.replace(".post_attention_layernorm.", ".pre_ff_layernorm.")
-    if architecture == "nemotron_h":
+    if architecture in ("nemotron_h", "mamba"):
         for ours, theirs in (("embed_tokens", "embeddings"), ("model.norm.", "model.norm_f."), ("model.", "backbone.")):
             name = name.replace(ours, theirs, 1)
         return name

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from quire.config.server import AccessConfig, ListenConfig
+from quire.config.server_url import split_server_url
 from quire.types.errors import ConfigError
 
 DEFAULT_CACHE_TOKENS = 500_000
 DEFAULT_ROUTER_PORT = 8080
 MAX_REPLICAS = 1_024
 MAX_CACHE_TOKENS = 2**53  # no cache holds as many
-_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_PATH = re.compile(r"[!-~]*")  # what may stand in the first line of a request
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -59,30 +56,15 @@ def read_replica(text: str, name: str | None = None, setting: str = "replica") -
             raise ConfigError(setting, f"{text!r} has no absolute path", "write it like unix:/run/quire/api.sock")
         return ReplicaAddress(name=_checked(setting, name or path.rpartition("/")[2]), socket=path)
     try:
-        parts = urlsplit(text)
-        host, port = _ascii_host(parts.hostname or ""), parts.port
-        is_bad = port == 0 or parts.scheme not in ("http", "https") or not _PATH.fullmatch(parts.path)
+        parts = split_server_url(text)
     except ValueError:
-        is_bad = True
-    if is_bad or parts.query or parts.fragment or parts.username is not None:
         reason = f"{text[:200]!r} is not the address of a server"
-        raise ConfigError(setting, reason, "write it like http://127.0.0.1:8001")
-    is_tls = parts.scheme == "https"
-    found = port or (443 if is_tls else 80)
+        raise ConfigError(setting, reason, "write it like http://127.0.0.1:8001") from None
+    is_tls, host = parts.scheme == "https", parts.hostname or ""
+    found = parts.port or (443 if is_tls else 80)
     base = parts.path.rstrip("/").removesuffix("/v1")
     own = name or f"{re.sub('[^A-Za-z0-9.-]', '-', host).strip('-')}-{found}"
     return ReplicaAddress(name=_checked(setting, own), host=host, port=found, is_tls=is_tls, base_path=base)
-
-
-def _ascii_host(host: str) -> str:
-    """Return an IP address unchanged, and a host name in its ASCII form. Raises ValueError."""
-    if ":" in host:
-        ip_address(host)
-        return host
-    name = host.encode("idna").decode("ascii")
-    if not _HOST.fullmatch(name):
-        raise ValueError(host)
-    return name
 
 
 def _checked(setting: str, name: str) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import mmap
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 META_KERNELS = "torch._meta_registrations"  # for tracing and compiling models, and for torch.Generator
 _DEFERRED = (  # besides the meta kernels: packages that no server needs, and a parser of operators' schemas
@@ -80,6 +81,27 @@ def defer_modules() -> None:
     an attribute of it is accessed."""
     if "torch" not in sys.modules and not any(map(os.path.exists, _GPU_DEVICES)):
         sys.meta_path.insert(0, _Finder())
+
+
+@contextmanager
+def find_modules_of_frames() -> Iterator[None]:
+    """Let `inspect.getmodule` find the module of a stack frame by the name in the frame's globals. While torch is
+    imported, it registers operators and asks for the source line of each call; `inspect` would resolve the file names
+    of all modules for that."""
+    search: Callable[..., ModuleType | None] = inspect.getmodule
+
+    def getmodule(object: object, _filename: str | None = None) -> ModuleType | None:  # noqa: A002  as in inspect
+        if isinstance(object, FrameType):
+            found = sys.modules.get(object.f_globals.get("__name__", ""))
+            if found is not None:
+                return found
+        return search(object, _filename)
+
+    inspect.getmodule = getmodule
+    try:
+        yield
+    finally:
+        inspect.getmodule = search
 
 
 def load_meta_kernels() -> None:

@@ -7,9 +7,8 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
-from itertools import compress
 from numbers import Integral
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from quire.types.decoding import StructuredOutputsParams, read_structured_outputs
@@ -55,12 +54,13 @@ class RepetitionDetection:
 
 
 def _take_vllm_fields(cls: type[_Class]) -> type[_Class]:
-    """Let a dataclass accept vLLM's fields that Quire names differently, and those with a value that has no effect."""
-    init, known = cls.__init__, frozenset(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+    """Let SamplingParams accept vLLM's fields that Quire names differently, and those with a value that has no
+    effect."""
+    known = frozenset(cls.__dataclass_fields__)  # type: ignore[attr-defined]
 
-    @wraps(init)
+    @wraps(cls.__init__)
     def read(self: Any, **values: Any) -> None:
-        init(self, **(values if values.keys() <= known else translate_fields(values, known)))
+        _fill(self, values if values.keys() <= known else translate_fields(values, known))
 
     cls.__init__ = read  # type: ignore[method-assign]
     return cls
@@ -108,18 +108,6 @@ class SamplingParams:
     extra: ExtraSamplers | Mapping[str, Any] | None = field(default=None, hash=False)  # typical_p, DRY, XTC and others
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what AsyncLLM.generate yields
 
-    def __post_init__(self) -> None:
-        # Values that are the default object itself need no check. Compare by identity: True == 1 and 1.0 == 1.
-        values = _read_values(self)
-        given = tuple(compress(zip(_DEFAULTS, values, strict=True), map(is_not, values, _DEFAULTS.values())))
-        if not given:
-            return
-        for name, value in given:
-            object.__setattr__(self, name, _CHECKS[name](name, value))
-        if self.logprob_token_ids and self.logprobs is None:
-            object.__setattr__(self, "logprobs", 0)
-        _check_together(self)
-
     @classmethod
     def trusted(cls, **values: Any) -> SamplingParams:
         """Make an instance without checking its values. Fields that are not named get their defaults.
@@ -131,8 +119,10 @@ class SamplingParams:
             unknown = next(name for name in values if name not in _DEFAULTS)
             raise InvalidRequest(unknown, "is no sampling parameter", "leave it out")
         params = object.__new__(cls)
-        for name, write in _WRITE_FIELD.items():
-            write(params, values.get(name, _DEFAULTS[name]))
+        for write, default in _WRITE_DEFAULTS:
+            write(params, default)
+        for name, value in values.items():
+            _WRITE_FIELD[name](params, value)
         return params
 
     @classmethod
@@ -330,7 +320,24 @@ _DEFAULT_ITEMS = tuple(_DEFAULTS.items())
 _WRITE_FIELD: dict[str, Callable[[SamplingParams, Any], None]] = {
     name: getattr(SamplingParams, name).__set__ for name in _DEFAULTS
 }
+_WRITE_DEFAULTS = tuple((_WRITE_FIELD[name], default) for name, default in _DEFAULTS.items())
 _read_values: Callable[[SamplingParams], tuple[Any, ...]] = attrgetter(*_DEFAULTS)
+
+
+def _fill(params: SamplingParams, values: Mapping[str, Any]) -> None:
+    """Set all fields of a new instance: those of `values`, which are checked, and the others to their defaults. This
+    takes half the time of a frozen dataclass's own `__init__`."""
+    for write, default in _WRITE_DEFAULTS:
+        write(params, default)
+    # Values that are the default object itself need no check. Compare by identity: True == 1 and 1.0 == 1.
+    given = [(name, value) for name, value in values.items() if value is not _DEFAULTS[name]]
+    if not given:
+        return
+    for name, value in given:
+        _WRITE_FIELD[name](params, _CHECKS[name](name, value))
+    if params.logprob_token_ids and params.logprobs is None:
+        _WRITE_FIELD["logprobs"](params, 0)
+    _check_together(params)
 
 
 def _check_together(params: SamplingParams) -> None:

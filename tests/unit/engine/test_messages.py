@@ -186,7 +186,8 @@ def test_sampling_that_arrives_was_not_validated_again(monkeypatch: pytest.Monke
         extra={"top_a": 0.5},
     )
     frame = encode(Submit("a", (1,), params))
-    for kind in (SamplingParams, RepetitionDetection, ExtraSamplers, sampling_module.StructuredOutputsParams):
+    monkeypatch.setattr(sampling_module, "_fill", None)  # would fail if called
+    for kind in (RepetitionDetection, ExtraSamplers, sampling_module.StructuredOutputsParams):
         monkeypatch.setattr(kind, "__post_init__", None)
     message = decode_to_engine(frame)
     assert isinstance(message, Submit)

@@ -85,6 +85,23 @@ def test_the_import_of_torch_is_unchanged_with_a_gpu_or_if_torch_is_already_impo
     assert failure(program) == ""
 
 
+def test_torch_is_imported_without_resolving_the_file_names_of_all_modules() -> None:
+    """What `inspect` finds for a frame is the same, and so it is afterwards."""
+    program = """
+import inspect, os.path, sys
+from quire.runtime.torch_import import find_modules_of_frames
+resolved, search, realpath = [], inspect.getmodule, os.path.realpath
+os.path.realpath = lambda name, **options: resolved.append(name) or realpath(name, **options)
+with find_modules_of_frames():
+    import torch
+    assert inspect.getmodule(sys._getframe()) is sys.modules["__main__"]
+    assert inspect.getmodule(torch.nn.Linear).__name__ == "torch.nn.modules.linear"
+assert len(resolved) < 100, len(resolved)
+assert inspect.getmodule is search
+"""
+    assert failure(program) == ""
+
+
 def test_torch_uses_the_libraries_that_were_opened_early() -> None:
     program = """
 from pathlib import Path

@@ -24,6 +24,17 @@ MAX_SLICED = 8  # cached tokenizers with slices for one grammar
 _QUOTED = re.compile(r"\s*(\d+ \||\^+\s*$)")  # a line of the grammar, or the mark below one
 _BARE_SLASH = re.compile(r"(?<!\\)/")  # an unescaped slash would end a regex in a grammar
 MAX_REASON = 400  # characters of llguidance's message shown to a user
+_PLAIN_REASONS = {  # llguidance's messages that do not say what to do, and what is said instead
+    r'Unimplemented keys: \["(.+)"\]': '"{}" cannot be enforced while the model generates; leave it out, and check it '
+    "in the answer",
+    "oneOf constraints are not supported": "one value could match several branches of its oneOf; use anyOf, or add "
+    '"x-guidance": {{"coerce_one_of": true}} to the schema, which means the same',
+    r"Resource '([^']*)' is not present in a registry": "refers to {}, and nothing is fetched; copy that schema "
+    "to $defs",
+    r"Pointer '([^']*)' does not exist": "refers to {}, which is not in the schema; add it, or correct the $ref",
+    "Too many items": "has too many ways to continue, as a schema that must contain itself; make it smaller, or the "
+    "part that contains itself optional",
+}
 
 
 class GrammarTokens:
@@ -137,6 +148,9 @@ def reason_of(state: LLMatcher) -> str:
     text = " ".join(" ".join(line.split()) for line in lines if not _QUOTED.match(line)).strip()
     if text.startswith("NoExtension"):
         return "no text can match it"
+    for pattern, plain in _PLAIN_REASONS.items():
+        if found := re.search(pattern, text):
+            return plain.format(*found.groups())[:MAX_REASON]
     return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."
 
 

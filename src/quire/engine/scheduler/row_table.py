@@ -96,12 +96,14 @@ class RowTable:
         return row
 
     def _note_end_ids(self, row: int, ends: tuple[int, ...]) -> None:
-        column, self._end_ids[row] = self.end_ids[:, row], ends
-        self.many_end_ids.pop(row, None)
+        self._end_ids[row] = ends
+        if self.many_end_ids:
+            self.many_end_ids.pop(row, None)
         if len(ends) > MOST_END_IDS:
             self.many_end_ids[row], ends = frozenset(ends), ()
-        for place in range(len(column)):  # faster than numpy for a few end ids
-            column[place] = ends[place] if place < len(ends) else -1
+        view, count = self.end_ids.data, len(ends)  # the same memory: faster for a few end ids
+        for place in range(len(view)):
+            view[place, row] = ends[place] if place < count else -1
 
     def _note_controller(self, row: int, controller: StepController) -> None:
         if controller.is_guided:

@@ -1,7 +1,7 @@
-"""Decoders with layer norms or an MLP without a gate: OLMo 1, StableLM, Nemotron, and Arcee with RMS norms.
+"""Decoders with layer norms or an MLP without a gate: OLMo 1, StableLM, Nemotron, Jais 2, and Arcee with RMS norms.
 
 OLMo's norms have no weights. StableLM may compute attention and MLP in parallel. Nemotron stores norm weights minus
-one; its MLP and Arcee's square the positive activations.
+one; its MLP, Jais's and Arcee's square the positive activations.
 """
 
 from __future__ import annotations
@@ -44,6 +44,15 @@ class Nemotron(Decoder):
     layer_norms = NEMOTRON_NORM
 
 
+class Jais2Block(ArceeBlock):
+    layer_norms = USUAL_LAYER_NORM
+
+
+class Jais2(Decoder):
+    block = Jais2Block
+    layer_norms = USUAL_LAYER_NORM
+
+
 class OlmoBlock(DecoderBlock):
     layer_norms = WEIGHTLESS
     attention = ChangedAttention  # OLMo 1.7 limits queries, keys and values
@@ -84,6 +93,15 @@ def read_nemotron(config: Fields) -> ModelConfig:
         config, "nemotron", 4_096, heads=heads, rope=read_rope(config, length, head_dim=heads.dim, share=0.5),
         qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", False), norm_eps=config.number("norm_eps", 1e-5),
         activation=read_activation(config, PLAIN, default="relu2"),
+    )  # fmt: skip
+
+
+def read_jais2(config: Fields) -> ModelConfig:
+    refuse_windows(config)
+    bias = config.flag("attention_bias", True)
+    return read_decoder(
+        config, "jais2", 8_192, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", True),
+        norm_eps=config.number("layer_norm_eps", 1e-5), activation=read_activation(config, PLAIN, default="relu2"),
     )  # fmt: skip
 
 
@@ -137,3 +155,4 @@ STABLELM = Family(
     name="stablelm", build=StableLm, read=read_stablelm,
     gguf=GgufFamily(outer=_OUTER, settings=frozenset({"use_parallel_residual"}), read=gguf_stablelm),
 )  # fmt: skip
+JAIS2 = Family(name="jais2", build=Jais2, read=read_jais2)

@@ -9,18 +9,16 @@ from __future__ import annotations
 from torch import nn
 
 from quire.config.fields import Fields
-from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.model import ModelConfig, Rope
 from quire.config.recurrent import Recurrent, Selective
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family
+from quire.runtime.models.gguf_selective import GGUF, LENGTH, MOST_STATES, NO_HEADS
 from quire.runtime.models.hf_config import check_width, read_decoder, refuse_other
 
-LENGTH = 32_768
-NO_HEADS = Heads(64, 1, 16)  # nothing attends; ranks divide these heads, and blocks of tokens keep their keys
-MOST_STATES = 256
 _RENAMED = {
     "backbone.": "model.", "model.embeddings.": "model.embed_tokens.", "model.embedding.": "model.embed_tokens.",
     "model.norm_f.": "model.norm.",
@@ -93,5 +91,5 @@ def rename(name: str) -> str:
     return name
 
 
-MAMBA = Family(name="mamba", build=Mamba, read=read_mamba, rename=rename)
+MAMBA = Family(name="mamba", build=Mamba, read=read_mamba, rename=rename, gguf=GGUF)
 FALCON_MAMBA = Family(name="falcon_mamba", build=Mamba, read=read_falcon_mamba, rename=rename)

@@ -1,5 +1,7 @@
-"""MiniCPM 3: the plain decoder with DeepSeek's latent attention. Embeddings, residual additions and logits have
-factors, and rotated pairs are in two halves."""
+"""MiniCPM 3 and Youtu: the plain decoder with DeepSeek's latent attention.
+
+MiniCPM has factors on embeddings, residual additions and logits, and its rotated pairs are in two halves.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,11 @@ def read_minicpm3(config: Fields) -> ModelConfig:
     )  # fmt: skip
 
 
+def read_youtu(config: Fields) -> ModelConfig:
+    pairs, tied = config.flag("rope_interleave", True), config.flag("tie_word_embeddings", True)
+    return read_latent_decoder(config, "youtu", 131_072, experts=None, in_pairs=pairs, tie_word_embeddings=tied)
+
+
 def _factor(config: Fields, key: str, usual: float) -> float | None:
     """Read a number above 0. null in config.json: no factor."""
     value = config.optional_number(key) if key in config.values else usual
@@ -49,3 +56,4 @@ def _factor(config: Fields, key: str, usual: float) -> float | None:
 
 
 MINICPM3 = Family(name="minicpm3", build=MiniCpm3, read=read_minicpm3)
+YOUTU = Family(name="youtu", build=MiniCpm3, read=read_youtu)

@@ -74,7 +74,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "granitemoehybrid": Entry(
         "mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",), in_gguf=True, gguf_name="granitehybrid"
     ),
-    "mamba": Entry("mamba", "MAMBA", ("MambaForCausalLM",)),
+    "mamba": Entry("mamba", "MAMBA", ("MambaForCausalLM",), in_gguf=True),
     "falcon_mamba": Entry("mamba", "FALCON_MAMBA", ("FalconMambaForCausalLM",)),
     "jamba": Entry("jamba", "JAMBA", ("JambaForCausalLM",)),
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
@@ -94,6 +94,9 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
     "hyperclovax": Entry("hyperclovax", "HYPERCLOVAX", ("HyperCLOVAXForCausalLM",)),
     "minicpm3": Entry("minicpm3", "MINICPM3", ("MiniCPM3ForCausalLM",)),
+    "youtu": Entry("minicpm3", "YOUTU", ("YoutuForCausalLM",)),
+    "granite_swa": Entry("granite_swa", "GRANITE_SWA", ("GraniteSWAForCausalLM",)),
+    "jais2": Entry("layer_normed", "JAIS2", ("Jais2ForCausalLM",)),
     "cwm": Entry("mistral", "CWM", ("CwmForCausalLM",)),
     "nanochat": Entry("nanochat", "NANOCHAT", ("NanoChatForCausalLM",)),
     "smollm3": Entry("plain", "SMOLLM3", ("SmolLM3ForCausalLM",), in_gguf=True),
@@ -171,6 +174,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "solar_open": Entry("sigmoid_mixture", "SOLAR_OPEN", ("SolarOpenForCausalLM",)),
     "exaone_moe": Entry("sigmoid_mixture", "EXAONE_MOE", ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM")),
     "afmoe": Entry("afmoe", "AFMOE", ("AfmoeForCausalLM",), in_gguf=True),
+    "hy_v3": Entry("sigmoid_mixture", "HY_V3", ("HYV3ForCausalLM",)),
+    "mellum": Entry("mellum", "MELLUM", ("MellumForCausalLM",)),
     "phimoe": Entry("phimoe", "PHIMOE", ("PhiMoEForCausalLM", "PhimoeForCausalLM")),
     "flex_olmo": Entry("olmoe", "FLEX_OLMO", ("FlexOlmoForCausalLM",)),
     "olmoe": Entry("olmoe", "OLMOE", ("OlmoeForCausalLM",), in_gguf=True),

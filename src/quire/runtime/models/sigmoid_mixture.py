@@ -1,5 +1,5 @@
 """Decoders with shared experts, and with others that are ranked by sigmoids and a learned bias: GLM-4.5 to 4.7,
-dots.llm1, Solar Open, K-EXAONE.
+dots.llm1, Solar Open, K-EXAONE, Hunyuan 3.
 
 All but Solar Open may begin with layers without experts. GLM rotates half of each head, K-EXAONE only the heads of
 layers with a window.
@@ -26,6 +26,7 @@ from quire.runtime.models.mixture import QwenMoe
 GLM_EXPERTS = Experts(num=128, num_used=8, size=1_408)
 SOLAR_EXPERTS = Experts(num=128, num_used=8, size=1_280)
 DOTS_EXPERTS = Experts(num=0, num_used=0, size=1_408, is_normalized=False)  # 0: no default
+HUNYUAN_EXPERTS = Experts(num=192, num_used=8, size=1_536)
 EXAONE_EXPERTS = Experts(num=64, num_used=8, size=1_024, scale=2.5)
 
 
@@ -83,6 +84,26 @@ def read_exaone_moe(config: Fields) -> ModelConfig:
     )  # fmt: skip
 
 
+def read_hy_v3(config: Fields) -> ModelConfig:
+    refuse_windows(config)
+    bias, length = config.flag("attention_bias", False), config.integer("max_position_embeddings", 131_072)
+    refuse_set(config, "mlp_bias", usual=False)
+    scaled = config.changed({"routed_scaling_factor": config.number("router_scaling_factor", 2.826)})
+    experts = read_sigmoid_experts(
+        scaled, HUNYUAN_EXPERTS, read_dense_layers(config, 1), num="num_experts", shared="num_shared_experts"
+    )
+    return read_decoder(
+        config, "hy_v3", length, num_kv_heads=8, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True,
+        rope=read_rope(config, length, 11_158_840.0), norm_eps=config.number("rms_norm_eps", 1e-5), experts=experts,
+    )  # fmt: skip
+
+
+def rename_hy_v3(name: str) -> str:
+    name = name.replace(".mlp.router.gate.", ".mlp.gate.").replace(".mlp.shared_mlp.", ".mlp.shared_expert.")
+    name = name.replace(".mlp.expert_bias", ".mlp.e_score_correction_bias")
+    return rename_shared(name).replace(".mlp.e_score", ".mlp.gate.e_score")
+
+
 def rename_shared(name: str) -> str:
     return name.replace(".mlp.shared_experts.", ".mlp.shared_expert.")
 
@@ -117,3 +138,4 @@ GLM4_MOE, SOLAR_OPEN, DOTS1 = (
     )
 )  # fmt: skip
 EXAONE_MOE = Family(name="exaone_moe", build=QwenMoe, read=read_exaone_moe, rename=rename_exaone, drops_layers=True)
+HY_V3 = Family(name="hy_v3", build=QwenMoe, read=read_hy_v3, rename=rename_hy_v3, drops_layers=True)

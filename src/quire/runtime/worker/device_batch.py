@@ -101,6 +101,13 @@ class DeviceBatchBuilder:
             for decodes in (False, True)
         ]
 
+    def other_shapes(self) -> list[StepShape]:
+        """Return small shapes whose chunks attend in the other form than one chunk of that length: in the expanded form
+        or over a dequantized copy, or without. Mixed steps need it. Empty if there is only one form."""
+        if not self._attention.has_scratch:
+            return []
+        return [shape._replace(scratch=not shape.scratch) for shape in self.usual_shapes()[:2]]
+
     def blank(self, shape: StepShape) -> Batch:
         """Return a step of a shape that consists of padding only. It changes no row and no block."""
         nothing = find_spans(StepPlan(step=0))

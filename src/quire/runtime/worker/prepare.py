@@ -124,7 +124,7 @@ def _compile_usual(
             graphs.rehearse(DecodeKind(bucket))
         for bucket in buckets:
             forward.rehearse(batches.blank_large(bucket, num_wanted=max(1, bucket - 1)))
-        for shape in shapes:
+        for shape in (*shapes, *batches.other_shapes()):
             forward.rehearse(batches.blank(shape))
         batches.rehearse_copies()
     with compiling_only(wait=False) as compilations:

@@ -9,9 +9,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
 
 from quire.config.environment import read_environment
+from quire.config.server_url import split_server_url
 from quire.serving.cli.answer import Message, Piece, Pieces
 from quire.serving.cli.arguments import given_sampling
 from quire.types.errors import ConfigError, InvalidRequest, QuireError
@@ -76,17 +76,15 @@ class Server:
     request."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
-            port = parts.port
+            parts = split_server_url(url if "//" in url else f"http://{url}")
         except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ConfigError("url", f"{url!r} is not the address of a server", "use one like http://127.0.0.1:8000")
+            reason, fix = f"{url[:200]!r} is not the address of a server", "use one like http://127.0.0.1:8000"
+            raise ConfigError("url", reason, fix) from None
         self._connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._host, self._port = parts.hostname, port
+        self._host, self._port = parts.hostname or "", parts.port
         self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._base}"
+        self._shown = f"{parts.scheme}://{parts.netloc}{self._base}"
         key = read_environment().api_key if api_key is None else api_key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import math
 import time
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.config.router import (
@@ -24,9 +23,6 @@ from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config.keys import KeySources
-    from quire.serving.router.server import Router
-
-logger = logging.getLogger("quire.router")
 
 EXAMPLES = {
     "quire route --replica http://127.0.0.1:8001 --replica http://127.0.0.1:8002": (
@@ -173,25 +169,11 @@ def run_route(args: argparse.Namespace) -> int:
 
         async def serve() -> int:
             router = Router(config)
-
-            def reload() -> None:
-                _reload(router, config, keys)
-
-            return await serve_until_signal(router, listeners.api[0], on_ready=announce, on_hangup=reload)
+            hang_up = partial(router.reload, keys)
+            return await serve_until_signal(router, listeners.api[0], on_ready=announce, on_hangup=hang_up)
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve())
-
-
-def _reload(router: Router, config: RouterConfig, keys: KeySources) -> None:
-    """Read the keys again. If they are invalid, the current ones stay in use."""
-    try:
-        digests = keys.digests()
-    except ConfigError as error:
-        logger.error("SIGHUP: nothing was changed: %s", error)
-        return
-    router.keys.replace(replace(config.access, **digests._asdict()))
-    logger.info("SIGHUP: %d API keys and %d admin keys are in force", *map(len, digests[:2]))
 
 
 def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:

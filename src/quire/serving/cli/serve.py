@@ -17,6 +17,7 @@ from quire.config.arguments import EngineArguments, read_arguments
 from quire.config.environment import ADMIN_KEY, API_KEY, read_environment
 from quire.config.keys import KeySources, digests, read_key_file
 from quire.config.server import AccessConfig, ListenConfig, ModelSource, PrefillConfig, ServerConfig, TimeoutConfig
+from quire.config.server_url import split_server_url
 from quire.serving.cli.arguments import engine_settings
 from quire.serving.process.spawning import Spawned
 from quire.serving.process.tls import make_context
@@ -228,10 +229,13 @@ def _root_path(text: str) -> str:
 
 def _origin(text: str) -> str:
     """Check a web origin: scheme, host and optional port, or * for any. Raises ConfigError."""
-    parts = urlsplit(text)
-    if text != "*" and (
-        parts.scheme not in ("http", "https") or not parts.netloc or f"{parts.scheme}://{parts.netloc}" != text
-    ):
+    try:
+        parts = urlsplit(text)
+        is_origin = parts.scheme in ("http", "https") and bool(parts.netloc)
+        is_origin = is_origin and f"{parts.scheme}://{parts.netloc}" == text
+    except ValueError:
+        is_origin = False
+    if text != "*" and not is_origin:
         raise ConfigError("cors_origin", f"{text!r} is not an origin", "write it like https://example.org")
     return text
 
@@ -301,7 +305,11 @@ def _read_template(path: str) -> str:
 def _trace_endpoint(url: str | None) -> str | None:
     if url is None:
         return None
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+    try:
+        is_url = urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).netloc)
+    except ValueError:  # such as an IPv6 address without its second bracket
+        is_url = False
+    if not is_url:
         raise ConfigError("trace_endpoint", f"{url!r} is not a URL", "like http://127.0.0.1:4318/v1/traces")
     from quire.observability.tracing import check_installed
 
@@ -316,9 +324,11 @@ def _prefill(args: argparse.Namespace, engine: EngineArguments) -> PrefillConfig
         reason = f"needs a server that gets blocks from others, and kv_role is {engine.kv_role!r}"
         raise ConfigError("prefill_url", reason, "add --kv-role decode and --kv-transport")
     for url in args.prefill_url:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
-            raise ConfigError("prefill_url", f"{url!r} is not the URL of a server", "like http://127.0.0.1:8001")
+        try:
+            split_server_url(url)
+        except ValueError:
+            reason = f"{url[:200]!r} is not the URL of a server"
+            raise ConfigError("prefill_url", reason, "like http://127.0.0.1:8001") from None
     check_range("prefill_min_tokens", args.prefill_min_tokens, 1, 2**31)
     return PrefillConfig(urls=tuple(args.prefill_url), min_tokens=args.prefill_min_tokens, timeout=args.prefill_timeout)
 

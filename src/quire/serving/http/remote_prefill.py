@@ -13,9 +13,10 @@ import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
 from quire.config.server import PrefillConfig
+from quire.config.server_url import split_server_url
 from quire.serving.http.deadlines import HEADER as TIMEOUT_HEADER
 from quire.serving.http.exchange import Exchange
 from quire.serving.http.key_ring import CLIENT_HEADER, KEY_HEADERS
@@ -51,7 +52,7 @@ class RemotePrefill:
 
     def __init__(self, config: PrefillConfig) -> None:
         self._config = config
-        self._servers = [urlsplit(url) for url in config.urls]
+        self._servers = [split_server_url(url) for url in config.urls]
         self._paused = [0.0] * len(self._servers)  # by server: the monotonic time until which it is skipped
         self._next = 0
 
@@ -115,7 +116,8 @@ async def _post(url: SplitResult, headers: Headers, body: bytes) -> None:
     finally:
         writer.transport.abort()  # close() would wait for a server that no longer reads
     parts = reply.split(None, 2)
-    status = int(parts[1]) if len(parts) > 1 and parts[0].startswith(b"HTTP/1.") and parts[1].isdigit() else 0
+    is_reply = len(parts) > 1 and parts[0].startswith(b"HTTP/1.") and len(parts[1]) == 3 and parts[1].isdigit()
+    status = int(parts[1]) if is_reply else 0
     if status != 200:
         is_down = not 400 <= status < 500 and status != 504  # else this request was refused or timed out
         text = reply[:200].decode("latin-1").splitlines()[0] if reply else "it closed the connection"

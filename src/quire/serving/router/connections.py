@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import errno
 import os
+import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -29,11 +31,12 @@ Headers = list[tuple[bytes, bytes]]  # names in lower case
 
 
 class ReplicaFailed(QuireError):
-    """A replica did not answer a request. `never_sent`: the replica has not seen the request."""
+    """A replica did not answer a request. `never_sent`: the replica has not seen the request. `has_ended`: it refused
+    the connection, so its process has probably ended."""
 
-    def __init__(self, reason: str, *, never_sent: bool = False) -> None:
+    def __init__(self, reason: str, *, never_sent: bool = False, has_ended: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.never_sent = reason, never_sent
+        self.reason, self.never_sent, self.has_ended = reason, never_sent, has_ended
 
 
 class RouterFull(ReplicaFailed):
@@ -146,6 +149,8 @@ class ReplicaConnection(asyncio.Protocol):
             self.abort()  # another response than that to a request
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._has_head:  # a trailer, which is ignored
+            return
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
             self._fail(f"sent a head of more than {MAX_HEAD_BYTES} bytes")
@@ -158,6 +163,8 @@ class ReplicaConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200 or self._receiver is None:
+            if status < 100:
+                self._fail("sent an invalid HTTP response")
             return
         self._has_head, self._has_body = True, self._has_body and status not in (204, 304)
         self._receiver.head(status, self._headers)
@@ -195,7 +202,7 @@ class ReplicaPool:
 
     def __init__(self, address: ReplicaAddress, waits: WaitConfig, name: str) -> None:
         self._address, self._waits, self._name = address, waits, name
-        self._idle: list[ReplicaConnection] = []
+        self._idle: deque[ReplicaConnection] = deque()  # the most recently used last
         self._tls = ssl.create_default_context() if address.is_tls else None
 
     def take_idle(self) -> ReplicaConnection | None:
@@ -227,11 +234,16 @@ class ReplicaPool:
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise RouterFull(error.errno) from None
-            raise ReplicaFailed(f"refused the connection ({error.strerror or 'no address'})", never_sent=True) from None
+            if isinstance(error, socket.gaierror):
+                raise ReplicaFailed(f"has no address ({error.strerror})", never_sent=True) from None
+            reason = f"refused the connection ({error.strerror or error})"
+            raise ReplicaFailed(reason, never_sent=True, has_ended=True) from None
         return made
 
     def put_back(self, connection: ReplicaConnection) -> None:
-        connection.idle_since = time.monotonic()
+        connection.idle_since = now = time.monotonic()
+        while self._idle and now - self._idle[0].idle_since >= IDLE_SECONDS:
+            self._idle.popleft().abort()
         if len(self._idle) < MAX_IDLE:
             self._idle.append(connection)
         else:
@@ -243,6 +255,6 @@ class ReplicaPool:
 
     def close(self) -> None:
         """Close the idle connections. Those with a request stay open until it ends."""
-        idle, self._idle = self._idle, []
+        idle, self._idle = self._idle, deque()
         for connection in idle:
             connection.abort()

@@ -49,12 +49,12 @@ class HealthChecks:
         loop = asyncio.get_running_loop()
         while self._replicas.get(replica.name) is replica:
             try:
-                reason = await self.check(replica)
+                failure = await self.check(replica)
             except RouterFull as error:
                 logger.warning("replica %s %s", replica.name, error.reason)
                 await asyncio.sleep(self._waits.health_interval)
                 continue
-            if reason is None:
+            if failure is None:
                 failures = 0
                 if not replica.is_up:  # maybe another process, with another model
                     learned_at = loop.time()
@@ -70,23 +70,22 @@ class HealthChecks:
             else:
                 failures += 1
                 replica.counts.health_failures += 1
-                is_gone = "refused the connection" in reason
-                if is_gone or failures >= FAILURES_TO_DOWN:
+                if failure.has_ended or failures >= FAILURES_TO_DOWN:
                     if replica.is_up:
-                        logger.warning("replica %s is down: it %s", replica.name, reason)
-                    replica.mark_down(reason, has_ended=is_gone)
+                        logger.warning("replica %s is down: it %s", replica.name, failure.reason)
+                    replica.mark_down(failure.reason, has_ended=failure.has_ended)
             await asyncio.sleep(self._waits.health_interval)
 
-    async def check(self, replica: Replica) -> str | None:
-        """Return the reason why a replica is not healthy, or None if it is. Any status below 500 is healthy, so a
+    async def check(self, replica: Replica) -> ReplicaFailed | None:
+        """Return why a replica is not healthy, or None if it is. Any status below 500 is healthy, so a
         server without /health is healthy if it answers. Raises RouterFull."""
         try:
             status, _, _ = await self._replicas.ask(replica, "GET", "/health", [], seconds=self._waits.health)
         except RouterFull:
             raise
         except ReplicaFailed as error:
-            return error.reason
-        return f"answered /health with {status}" if status >= 500 else None
+            return error
+        return ReplicaFailed(f"answered /health with {status}") if status >= 500 else None
 
     async def learn(self, replica: Replica) -> None:
         """Query a replica's models, its cache size, and whether it separates clients. A replica that does not report

@@ -230,7 +230,7 @@ class Proxy:
             job.attempts_left = 0
             return False
         logger.warning("replica %s %s before it answered", replica.name, outcome.reason)
-        if outcome.never_sent:
+        if outcome.has_ended:
             replica.mark_down(outcome.reason)
         elif replica.is_up:
             replica.suspect(outcome.reason)
@@ -251,7 +251,7 @@ class Proxy:
                     message = f"replica {choice.replica.name} {error.reason}"
                     raise ApiError(503, message, code="router_full", headers=_RETRY_AFTER) from None
                 except ReplicaFailed as error:
-                    return Outcome("failed", error.reason, never_sent=True)
+                    return Outcome("failed", error.reason, never_sent=True, has_ended=error.has_ended)
             ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
             self._send(job, choice.replica, connection, partial(_set_outcome, ended))
             outcome = await ended

@@ -37,6 +37,7 @@ class Outcome:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
     never_sent: bool = False  # the replica has not seen the request
+    has_ended: bool = False  # the replica refused the connection
     is_stale: bool = False  # the reused connection had closed since its last request
 
 

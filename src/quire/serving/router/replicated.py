@@ -24,7 +24,6 @@ from quire.serving.process.listeners import Listeners, open_listeners
 from quire.serving.process.model_files import check_model, find_local_files, with_local_files
 from quire.serving.process.private_directory import private_directory, write_admin_key
 from quire.serving.process.supervisor import ServerFailed
-from quire.serving.process.tls import reload_context
 from quire.serving.router.replica_configs import gpu_shares, replica_config, visible_gpus, with_router_key
 from quire.serving.router.replica_keeper import KeptReplica, ReplicaKeeper
 from quire.serving.router.server import Router
@@ -149,13 +148,5 @@ class ReplicatedServer:
 
     def _reload(self, router: Router, keeper: ReplicaKeeper) -> None:
         """Handle SIGHUP: reload the keys in the router and in all replicas, and the router's certificate."""
-        try:
-            digests = self._keys.digests()
-            if router.tls is not None:
-                reload_context(router.tls, self._config.listen)
-        except ConfigError as error:
-            logger.error("SIGHUP: nothing was changed: %s", error)
-            return
-        router.keys.replace(replace(self._config.access, **digests._asdict()))
-        keeper.signal(signal.SIGHUP)
-        logger.info("SIGHUP: %d API keys and %d admin keys are in force", *map(len, digests[:2]))
+        if router.reload(self._keys):
+            keeper.signal(signal.SIGHUP)

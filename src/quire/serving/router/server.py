@@ -9,13 +9,16 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 
+from quire.config.keys import KeySources
 from quire.config.router import RouterConfig
 from quire.serving.http.errors import ApiError
 from quire.serving.http.key_ring import KeyRing
 from quire.serving.http.limits import Limits
-from quire.serving.process.tls import make_context
+from quire.serving.process.listening import BACKLOG
+from quire.serving.process.tls import make_context, reload_context
 from quire.serving.router.access import Access
 from quire.serving.router.choice import Chooser
 from quire.serving.router.client_connection import ClientConnection, ConnectionState, Request
@@ -24,6 +27,7 @@ from quire.serving.router.local import LocalPages
 from quire.serving.router.prompt_keys import why_not_compiled
 from quire.serving.router.proxy import Proxy
 from quire.serving.router.replica_set import ReplicaSet
+from quire.types.errors import ConfigError
 
 logger = logging.getLogger("quire.router")
 
@@ -72,16 +76,37 @@ class Router:
             client.complete()
         return is_allowed
 
+    def reload(self, sources: KeySources) -> bool:
+        """Handle SIGHUP: read the keys and the certificate again. Returns whether the new ones are in use. If a file is
+        invalid, log that and change nothing."""
+        try:
+            digests = sources.digests()
+            if self.tls is not None:
+                reload_context(self.tls, self._config.listen)
+        except ConfigError as error:
+            logger.error("SIGHUP: nothing was changed: %s", error)
+            return False
+        self.keys.replace(replace(self._config.access, **digests._asdict()))
+        logger.info("SIGHUP: %d API keys and %d admin keys are in force", *map(len, digests[:2]))
+        return True
+
     @contextlib.asynccontextmanager
     async def running(self, listener: socket.socket) -> AsyncIterator[None]:
         """Serve while the context is open. On exit, accept no more connections, give requests in flight `waits.drain`
         seconds, then close all connections."""
+
+        def connect() -> ClientConnection:
+            return ClientConnection(self._state)
+
         loop = asyncio.get_running_loop()
         self.health.start()
         if listener.family == socket.AF_UNIX:
-            server = await loop.create_unix_server(lambda: ClientConnection(self._state), sock=listener)
+            server = await loop.create_unix_server(connect, sock=listener, backlog=BACKLOG)
         else:
-            server = await loop.create_server(lambda: ClientConnection(self._state), sock=listener, ssl=self.tls)
+            seconds = None if self.tls is None else float(self._state.limits["header_seconds"])
+            server = await loop.create_server(
+                connect, sock=listener, ssl=self.tls, ssl_handshake_timeout=seconds, backlog=BACKLOG
+            )
         try:
             yield
         finally:
@@ -106,7 +131,7 @@ class Router:
 
 
 async def serve_until_signal(
-    router: Router, listener: socket.socket, *, on_ready: Callable[[], None], on_hangup: Callable[[], None]
+    router: Router, listener: socket.socket, *, on_ready: Callable[[], None], on_hangup: Callable[[], object]
 ) -> int:
     """Serve until SIGTERM or SIGINT; a second signal stops at once. SIGHUP calls `on_hangup`. Returns the exit code."""
     loop = asyncio.get_running_loop()

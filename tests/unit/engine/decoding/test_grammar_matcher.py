@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -202,6 +204,26 @@ def test_complaints_are_one_line_without_the_grammar() -> None:
     assert "\n" not in reason
     assert "other" not in reason
     assert decode(encode("hello")) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        (
+            {"type": "array", "uniqueItems": True},
+            '"uniqueItems" cannot be enforced while the model generates; leave it',
+        ),
+        ({"if": {"type": "null"}, "then": {}}, '"if", "then" cannot be enforced'),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+            'use anyOf, or add "x-guidance": {"coerce_one_of": true}',
+        ),
+        ({"$ref": "https://example.org/x.json"}, "refers to https://example.org/x.json, and nothing is fetched; copy"),
+        ({"$ref": "#/$defs/lost"}, "refers to /$defs/lost, which is not in the schema; add it"),
+    ],
+)
+def test_a_complaint_about_a_schema_says_what_to_do(schema: dict[str, Any], reason: str) -> None:
+    assert reason in reason_of(TOKENS.begin(f"start: %json {json.dumps(schema)}"))
 
 
 AFTER_A = (

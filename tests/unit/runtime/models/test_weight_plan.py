@@ -54,6 +54,12 @@ FAMILY_SIZES: dict[str, dict[str, int]] = {  # that follow from them, or from th
 # The plans of these tiny models are up to 3 % above what they hold; larger matrices make it less.
 WITHIN = {
     ("deepseek_v2", "int4"): 0.03,
+    # Rates of Mamba layers are float32, which counts in tiny matrices.
+    ("mamba", "int8"): 0.04,
+    ("mamba", "int4"): 0.04,
+    ("falcon_mamba", None): 0.03,
+    ("falcon_mamba", "int8"): 0.06,
+    ("falcon_mamba", "int4"): 0.06,
     ("gemma4_text", "int4"): 0.03,
     # Their tiny indexers have fewer outputs than a panel.
     ("deepseek_v32", "int8"): 0.03,

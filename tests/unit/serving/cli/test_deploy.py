@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,31 @@ def _entry_point() -> list[str]:
     assert found is not None
     command: list[str] = json.loads(found[1])
     return command
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_the_health_check_of_the_image_asks_the_server_and_no_proxy(status: int, code: int) -> None:
+    text = (DEPLOY / "docker/Dockerfile").read_text(encoding="utf-8").replace("\\\n", "")
+    found = re.search(r"^HEALTHCHECK .* CMD (\[.*\])$", text, re.MULTILINE)
+    assert found is not None
+    program, *arguments = json.loads(found[1])
+    assert (program, "8000" in arguments[-1]) == ("python3", True)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        answering = threads.submit(_answer_once, server, status)
+        command = [sys.executable, *(each.replace("8000", str(server.getsockname()[1])) for each in arguments)]
+        proxies = {"HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+        ended = subprocess.run(command, env=os.environ | proxies, check=False, stderr=subprocess.DEVNULL)
+        server.close()
+        assert ended.returncode == code
+        answering.result()
+
+
+def _answer_once(server: socket.socket, status: int) -> None:
+    server.settimeout(60)
+    connection, _ = server.accept()
+    with connection:
+        assert connection.recv(65_536).startswith(b"GET /health HTTP/1.1\r\n")
+        connection.sendall(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\n\r\n" % status)
 
 
 def test_the_unit_starts_the_server_with_flags_that_exist() -> None:

@@ -149,6 +149,9 @@ def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     [
         (["--url", "ftp://host"], "url: 'ftp://host' is not the address"),
         (["--url", "http://host:port"], "url: 'http://host:port' is not the address"),
+        (["--url", "http://[::1:8000"], "url: 'http://[::1:8000' is not the address"),
+        (["--url", "http://host:0"], "url: 'http://host:0' is not the address"),
+        (["--url", "http://me:secret@host"], "is not the address of a server"),
         (["--url", "http://h", "--dtype", "float32"], "dtype: is a setting of the server"),
         (["--url", "http://h", "--load-format", "dummy"], "load_format: is a setting of the server"),
         (["--api-key", "k"], "api_key: is for a server; give --url too"),

@@ -22,6 +22,8 @@ from quire.serving.process.spawning import Spawned
 from quire.serving.process.supervisor import warn_of_useless
 from quire.types.errors import ConfigError
 
+DECODES = ("--kv-role", "decode", "--kv-transport", "shm://kv")
+
 
 def config(*flags: str) -> ServerConfig:
     return server_config(_parser().parse_args(["serve", *flags]))[0]
@@ -241,6 +243,11 @@ def test_a_template_that_cannot_work_is_refused_before_anything_is_loaded(tmp_pa
         (["--served-model-name", " "], "served_model_name: is empty"),
         (["--chat-template", "/dev/null"], "chat_template: /dev/null is empty"),
         (["--trace-endpoint", "collector:4318"], "trace_endpoint: 'collector:4318' is not a URL"),
+        (["--trace-endpoint", "http://[::1:4318"], "trace_endpoint: 'http://[::1:4318' is not a URL"),
+        (["--cors-origin", "http://[::1"], "cors_origin: 'http://[::1' is not an origin"),
+        ([*DECODES, "--prefill-url", "http://[::1:1"], "prefill_url: 'http://[::1:1' is not the URL of a server"),
+        ([*DECODES, "--prefill-url", "http://a:0"], "prefill_url: 'http://a:0' is not the URL of a server"),
+        ([*DECODES, "--prefill-url", "http://a..b"], "prefill_url: 'http://a..b' is not the URL of a server"),
         (["a.gguf", "--model", "b.gguf"], "model: is given twice"),
         (["--policy-config", '{"tpot": NaN}', "--policy", "deadline"], "policy_config: tpot must be above 0"),
         (

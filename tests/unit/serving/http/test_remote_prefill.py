@@ -46,7 +46,9 @@ def test_a_request_that_a_prefill_server_refuses_does_not_pause_it_for_others(st
     assert (submit.prefilled, prefill._choose()) == (False, 0)
 
 
-@pytest.mark.parametrize("reply", [answer(500), answer(503), answer(302), b"", b"nonsense"])
+@pytest.mark.parametrize(
+    "reply", [answer(500), answer(503), answer(302), b"", b"nonsense", b"HTTP/1.1 " + b"2" * 5_000]
+)
 def test_a_prefill_server_that_fails_is_paused(reply: bytes) -> None:
     prefill, submit, _ = asyncio.run(ask(reply))
     assert (submit.prefilled, prefill._choose()) == (False, None)
