@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1, "max_position_embeddings": 64,
 }  # fmt: skip
 CONFIGS = {
-    "phimoe": lambda: transformers.PhimoeConfig(**SIZES, num_local_experts=4),
+    "phimoe": lambda: transformers.PhimoeConfig(**SIZES, num_local_experts=4, lm_head_bias=True),
     "gpt_neo": lambda: transformers.GPTNeoConfig(
         vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]
     ),
@@ -60,13 +60,24 @@ def test_layers_of_gpt_neo_have_windows_in_turn(tmp_path: Path) -> None:
     assert config.windows == (None, 256)
 
 
+def test_layers_of_gpt_neo_may_be_listed_one_by_one(tmp_path: Path) -> None:
+    path = hf_checkpoint(tmp_path, CONFIGS["gpt_neo"]())
+    change_config(path, attention_types=None, attention_layers=["local", "global"], window_size=5)
+    assert open_checkpoint(files_at(path)).config.windows == (5, None)
+    check_parity(path, attention="auto")
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
         ("phimoe", "num_experts_per_tok", 3),
         ("phimoe", "router_jitter_noise", -0.1),
+        ("phimoe", "tie_word_embeddings", True),  # its head has a bias
         ("gpt_neo", "attention_types", [[["global", "sparse"], 1]]),
         ("gpt_neo", "attention_types", [[["global", "local"], 2]]),
+        ("gpt_neo", "attention_layers", ["local", "global"]),  # attention_types has the other order
+        ("gpt_neo", "attention_layers", ["global"]),
+        ("gpt_neo", "attention_layers", ["global", ["local"]]),
         ("gpt_neo", "window_size", 0),
         ("nanochat", "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
     ],

@@ -68,8 +68,21 @@ def read_gpt_neo(config: Fields) -> ModelConfig:
 
 
 def _read_local(config: Fields, layers: int) -> list[bool]:
-    """Return whether each layer has the window: `attention_types` lists patterns of kinds and how often each is
-    repeated."""
+    """Return whether each layer has the window. `attention_layers` lists the kind of each layer, `attention_types`
+    patterns of kinds and how often each is repeated. If a file has both, they must agree."""
+    key = "attention_layers"
+    given = config.raw(key)
+    if given is None:
+        return _expand_types(config, layers)
+    if not isinstance(given, list) or len(given) != layers or any(kind not in tuple(_KINDS) for kind in given):
+        raise config.refuse(key, f'must be "global" or "local" for each of {layers} layers')
+    found = [_KINDS[kind] for kind in given]
+    if config.raw("attention_types") is not None and _expand_types(config, layers) != found:
+        raise config.refuse(key, "names other layers than attention_types", fix="leave one of them out")
+    return found
+
+
+def _expand_types(config: Fields, layers: int) -> list[bool]:
     key, found = "attention_types", list[bool]()
     given: Any = config.raw(key) or [[list(_KINDS), 12]]
     try:

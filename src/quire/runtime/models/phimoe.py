@@ -16,7 +16,7 @@ from quire.runtime.layers.stream import Stream
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.decoder_block import DecoderBlock
 from quire.runtime.models.family import Family
-from quire.runtime.models.hf_config import check_experts, read_decoder, read_window, read_windows
+from quire.runtime.models.hf_config import check_experts, read_decoder, read_window, read_windows, refuse_set
 from quire.runtime.models.hf_rope import read_rope
 from quire.runtime.models.mixture import rename_mixtral
 
@@ -48,7 +48,9 @@ def read_phimoe(config: Fields) -> ModelConfig:
     bias, used = config.flag("attention_bias", False), config.integer("num_experts_per_tok", USED)
     if used != USED:
         raise config.refuse("num_experts_per_tok", f"must be {USED}, is {used}")
-    jitter = config.number("router_jitter_noise", 0.01)
+    head_bias, jitter = config.flag("lm_head_bias", False), config.number("router_jitter_noise", 0.01)
+    if head_bias:
+        refuse_set(config, "tie_word_embeddings", usual=False)  # a tied head has no bias
     if jitter < 0:
         raise config.refuse("router_jitter_noise", f"must be at least 0, is {jitter}")
     experts = Experts(
@@ -58,7 +60,7 @@ def read_phimoe(config: Fields) -> ModelConfig:
     checked = check_experts(config, experts, ("num_local_experts", "num_experts_per_tok", "intermediate_size"))
     return read_decoder(
         config, "phimoe", 131_072, num_kv_heads=8, norm_eps=config.number("rms_norm_eps", 1e-5), qkv_bias=bias,
-        o_bias=bias, rope=_read_rope(config), experts=checked, head_bias=config.flag("lm_head_bias", False),
+        o_bias=bias, rope=_read_rope(config), experts=checked, head_bias=head_bias,
         windows=read_windows(config, read_window(config, None), lambda _: True),
     )  # fmt: skip
 

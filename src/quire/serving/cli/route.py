@@ -92,7 +92,9 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
         help=f"port to listen on; 0: any free port ({DEFAULT_ROUTER_PORT})",
     )
     group.add_argument("--uds", metavar="PATH", help="listen on this UNIX socket instead of --host and --port")
-    group.add_argument("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain (PEM)")
+    group.add_argument(
+        "--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain (PEM), which SIGHUP reads again"
+    )
     group.add_argument(
         "--ssl-keyfile", metavar="FILE", help="private key of --ssl-certfile, if that file does not contain it"
     )
