@@ -69,7 +69,7 @@ def path_not_found(path: str, served: Iterable[str]) -> ApiError:
     missing = {begin: name for begin, name in _KNOWN_APIS.items() if not _is_served(begin, served)}
     api = next((name for begin, name in missing.items() if bare.startswith(begin)), None)
     what = f"there is nothing at {shown}" if api is None else f"this server does not have {api} ({shown})"
-    near = get_close_matches(shown, [one for one in served if "{" not in one], 1, 0.8)
+    near = get_close_matches(shown.rstrip("/"), [one for one in served if "{" not in one], 1, 0.8)
     if near:
         return ApiError(404, f"{what}; did you mean {near[0]}? See /openapi.json", code="not_found")
     root = "/api/" if is_ollama(path) and _is_served("/api/", served) else "/v1/"

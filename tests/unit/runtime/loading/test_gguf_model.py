@@ -181,8 +181,8 @@ def test_rope_scalings_in_metadata_are_understood(tmp_path: Path) -> None:
 
 REFUSED_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
     "architecture": (
-        {"architecture": "mamba"},
-        "architecture 'mamba' is not supported; supported in GGUF: llama, qwen2",
+        {"architecture": "rwkv7"},
+        "architecture 'rwkv7' is not supported; supported in GGUF: llama, qwen2",
     ),
     "missing": ({"block_count": None}, r"llama\.block_count: is missing"),
     "wrong kind": ({"block_count": "two"}, r"llama\.block_count: must be a whole number, is 'two'"),

@@ -148,10 +148,10 @@ def test_linear_and_dynamic_rope_have_a_factor(tmp_path: Path, kind: str) -> Non
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "architecture": (
-        {"architectures": ["MambaForCausalLM"]},
-        "MambaForCausalLM is not supported; supported are BambaForCausalLM, .* and others; docs/reference/models.md",
+        {"architectures": ["Zamba2ForCausalLM"]},
+        "Zamba2ForCausalLM is not supported; supported are MambaForCausalLM, .* and others; docs/reference/models.md",
     ),
-    "model type": ({"architectures": None, "model_type": "mamba"}, "model_type: 'mamba' is not supported"),
+    "model type": ({"architectures": None, "model_type": "zamba2"}, "model_type: 'zamba2' is not supported"),
     "no architecture": ({"architectures": []}, "must name one architecture"),
     "quantized": (
         {"quantization_config": {"quant_method": "aqlm"}},

@@ -33,6 +33,6 @@ def test_a_model_asks_for_exactly_the_tensors_of_its_checkpoint(architecture: st
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    config = replace(tiny_config(), architecture="mamba")
+    config = replace(tiny_config(), architecture="rwkv7")
     with pytest.raises(ConfigError, match="supported: .*llama.*mistral.*qwen2.*qwen3"):
         build_model(config, LayerBuilder(engine_config().device, config.heads))
