@@ -85,8 +85,7 @@ def test_a_client_that_leaves_the_routers_own_page_leaves_no_connection_to_a_sil
             writer.write(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
             await one.until(lambda: one.replicas[0]._writers - before)
             writer.transport.abort()
-            async with asyncio.timeout(30):
-                await one.replicas[0].hung_up.wait()
+            assert await asyncio.wait_for(one.replicas[0].hung_up.wait(), 30)
 
     run(test)
 
@@ -267,8 +266,11 @@ def test_clients_that_come_while_the_router_is_busy_wait_for_it() -> None:
     async def test() -> None:
         async with bench(StubReplica("a"), waits=RARE_CHECKS) as one:
             clients = [socket.create_connection(("127.0.0.1", one.port), timeout=20) for _ in range(count)]
-            for client in clients:
-                client.close()
+            try:
+                assert {client.getpeername()[1] for client in clients} == {one.port}
+            finally:
+                for client in clients:
+                    client.close()
 
     assert count < BACKLOG
     run(test)

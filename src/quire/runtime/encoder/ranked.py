@@ -12,9 +12,7 @@ import numpy as np
 import torch
 
 from quire.config.embedding import EmbeddingSettings, EncoderConfig
-from quire.config.engine import DeviceConfig
 from quire.config.model import ModelConfig
-from quire.config.parallel import ParallelConfig
 from quire.runtime.encoder.batches import batches_of
 from quire.runtime.encoder.encoder import Batch
 from quire.runtime.executor.channel import Kind
@@ -39,20 +37,12 @@ class EncoderJob:
     load_format: Literal["auto", "dummy"] = "auto"
 
     @property
-    def device(self) -> DeviceConfig:
-        return self.config.device
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        return self.config.parallel
-
-    @property
     def has_tiers(self) -> bool:
         return False
 
     def message(self, rank: Rank, depth: int) -> bytes:  # noqa: ARG002
         return encode(
-            start_fields(rank, self.parallel)
+            start_fields(rank, self.config.parallel)
             | {
                 "files": self.files,
                 "model": self.model,
@@ -69,8 +59,8 @@ class RankedEncoder:
 
     def __init__(self, job: EncoderJob, progress: Progress | None = None) -> None:
         """Start the ranks and load the model. Raises ConfigError, ModelLoadError or EngineDead."""
-        self._config, self._num_batches = job.config, 0
-        launcher = ProcessLauncher(job.parallel, devices_of(job.device, job.parallel), _MODULE)
+        self._config, self._num_batches, parallel = job.config, 0, job.config.parallel
+        launcher = ProcessLauncher(parallel, devices_of(job.config.device, parallel), _MODULE)
         self.processes = RankedExecutor(job, launcher, progress=progress)
 
     def run(self, texts: Sequence[Sequence[int]], *, first_parts: Sequence[int] = ()) -> Iterator[Batch]:

@@ -43,14 +43,21 @@ _CALL_SECONDS = 300.0  # for a rank to read an adapter, even from a slow disk
 _COLLECTIVE_FACTOR = 2.0  # a rank's own timeout is longer, so that the watch names the rank that is behind first
 
 
-class Job(Protocol):
-    """What all ranks load, and how they are started."""
+class RankConfig(Protocol):
+    """What starting ranks needs of a configuration."""
 
     @property
     def device(self) -> DeviceConfig: ...
 
     @property
     def parallel(self) -> ParallelConfig: ...
+
+
+class Job(Protocol):
+    """What all ranks load, and how they are started."""
+
+    @property
+    def config(self) -> RankConfig: ...
 
     @property
     def has_tiers(self) -> bool: ...
@@ -80,20 +87,12 @@ class RankJob:
     draft_files: ModelFiles | None = None
 
     @property
-    def device(self) -> DeviceConfig:
-        return self.config.device
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        return self.config.parallel
-
-    @property
     def has_tiers(self) -> bool:
         return self.config.cache.tiers.enabled
 
     def message(self, rank: Rank, depth: int) -> bytes:
         return encode(
-            start_fields(rank, self.parallel)
+            start_fields(rank, self.config.parallel)
             | {
                 "depth": depth,
                 "files": self.files,
@@ -113,8 +112,8 @@ class RankedExecutor:
     def __init__(
         self, job: Job, launcher: RankLauncher, *, progress: Progress | None = None, depth: int | None = None
     ) -> None:
-        parallel = job.parallel
-        self.depth = depth or _DEPTHS[job.device.device.partition(":")[0]]
+        parallel = job.config.parallel
+        self.depth = depth or _DEPTHS[job.config.device.device.partition(":")[0]]
         self._has_tiers = job.has_tiers
         self._encoder, self._transfers = PlanEncoder(), TransferMerger(parallel.num_ranks)
         self._calling = threading.Lock()

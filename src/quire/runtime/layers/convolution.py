@@ -16,6 +16,29 @@ from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 
 
+def convolve_step(
+    x: Value, taps: Tensor, bias: Tensor | None, layer: tuple[int, RecurrentSizes], step: ForwardStep, *,
+    gated: bool = False,
+) -> Value:  # fmt: skip
+    """Return the causal convolution [tokens, channels] of the tokens of a step, and update the layer's states. layer:
+    its place among the recurrent layers, and its sizes; x, taps, gated: as for `convolve`."""
+    place, sizes = layer
+    if isinstance(x, Symbol):
+        return x.writer.convolve(x, place, sizes, taps, bias, gated=gated)
+    states = step.states
+    assert states is not None, "a step without states"
+    state = states.layers[place]
+    if step.backend.kernels == "triton":
+        from quire.kernels.triton.convolution import convolve_segments
+
+        assert states.spans is not None
+        assert states.slots is not None
+        memory = (taps, state, states.spans, states.slots, sizes)
+        return convolve_segments(x, *memory, has_chunks=states.has_chunks, bias=bias, gated=gated)
+    assert states.segments is not None
+    return convolve(x, taps, state, states.segments.tolist(), sizes, bias=bias, gated=gated)
+
+
 class Convolution(WeightLayer):
     """The convolution of one layer between its two gates. Side effect: updates the layer's states in the step."""
 
@@ -47,20 +70,7 @@ class Convolution(WeightLayer):
         [tokens, channels]."""
         taps, sizes, bias = self._taps, self._sizes, None if self.bias is None else self.bias.data
         assert taps is not None, "finish() was not called"
-        if isinstance(x, Symbol):
-            return x.writer.convolve(x, self._place, sizes, taps, bias, gated=True)
-        states = step.states
-        assert states is not None, "a step without states"
-        state = states.layers[self._place]
-        if step.backend.kernels == "triton":
-            from quire.kernels.triton.convolution import convolve_segments
-
-            assert states.spans is not None
-            assert states.slots is not None
-            memory = (taps, state, states.spans, states.slots, sizes)
-            return convolve_segments(x, *memory, has_chunks=states.has_chunks, bias=bias, gated=True)
-        assert states.segments is not None
-        return convolve(x, taps, state, states.segments.tolist(), sizes, bias=bias, gated=True)
+        return convolve_step(x, taps, bias, (self._place, sizes), step, gated=True)
 
     def _part(self, part: str) -> Tensor:
         if part == "conv.bias":

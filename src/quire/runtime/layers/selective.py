@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from quire.config.recurrent import Recurrent
 from quire.kernels.native.program import Symbol
 from quire.kernels.recurrent import RecurrentSizes
-from quire.kernels.reference.convolution import convolve
 from quire.kernels.reference.selective import scan
 from quire.kernels.selective import SelectiveWeights
+from quire.runtime.layers.convolution import convolve_step
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.split import Split
@@ -68,21 +68,8 @@ class SelectiveScan(WeightLayer):
     def convolve(self, both: Value, step: ForwardStep) -> Value:
         """Return silu of the convolution [tokens, channels] of the inputs, which are in front of the gates in `both`
         [tokens, 2 * channels]."""
-        sizes, weight, bias = self._sizes, self.weights.convolution, self.weights.convolution_bias
-        if isinstance(both, Symbol):
-            return both.writer.convolve(both, self._place, sizes, weight, bias)
-        states = step.states
-        assert states is not None, "a step without states"
-        state = states.layers[self._place]
-        if step.backend.kernels == "triton":
-            from quire.kernels.triton.convolution import convolve_segments
-
-            assert states.spans is not None
-            assert states.slots is not None
-            memory = (weight, state, states.spans, states.slots, sizes)
-            return convolve_segments(both, *memory, has_chunks=states.has_chunks, bias=bias)
-        assert states.segments is not None
-        return convolve(both, weight, state, states.segments.tolist(), sizes, bias=bias)
+        weights, layer = self.weights, (self._place, self._sizes)
+        return convolve_step(both, weights.convolution, weights.convolution_bias, layer, step)
 
     def forward(self, mixed: Value, pace: Value, low: Value, both: Value, step: ForwardStep) -> Value:
         """Scan the convolved inputs [tokens, channels]. pace: [tokens, channels]; low: [tokens, ...], which ends with B
