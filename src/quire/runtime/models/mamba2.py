@@ -1,8 +1,8 @@
 """Mamba 2, as in Codestral Mamba: Mamba-2 layers and nothing else.
 
-The norm behind a scan is by group, as in mamba_ssm, vLLM and llama.cpp; transformers norms all groups together, which is
-the same for one group. `norm_before_gate`, which some files set, is not read: the gate comes first in all of them. As
-for Mamba, the residual stream has the dtype of the run, and texts may have any length.
+The norm behind a scan is by group, as in mamba_ssm, vLLM and llama.cpp. transformers norms all groups together, which
+is the same for one group. `norm_before_gate`, which some files set, is not read: the gate comes first in all of them.
+As for Mamba, the residual stream has the dtype of the run, and texts may have any length.
 """
 
 from __future__ import annotations
