@@ -51,6 +51,7 @@ SAME_KERNELS = {
     "cohere2_vision": "cohere2",
     "lfm2": "lfm2_moe",
     "mimo": "starcoder2",
+    "mamba2": "granitemoehybrid",
     "minicpm3": "deepseek_v3",
     "minimax_m2": "glm4_moe",
     "ministral": "mixtral",

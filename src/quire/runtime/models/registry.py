@@ -75,6 +75,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         "mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",), in_gguf=True, gguf_name="granitehybrid"
     ),
     "mamba": Entry("mamba", "MAMBA", ("MambaForCausalLM",), in_gguf=True),
+    "mamba2": Entry("mamba2", "MAMBA2", ("Mamba2ForCausalLM",), in_gguf=True),
     "falcon_mamba": Entry("mamba", "FALCON_MAMBA", ("FalconMambaForCausalLM",)),
     "jamba": Entry("jamba", "JAMBA", ("JambaForCausalLM",)),
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
