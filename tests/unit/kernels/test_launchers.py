@@ -32,7 +32,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(number: int) -> ModuleType:
-    return compile_module_from_src(src=SOURCE % number, name="__triton_launcher")
+    loaded: ModuleType = compile_module_from_src(src=SOURCE % number, name="__triton_launcher")
+    return loaded
 
 
 def test_a_launcher_that_is_loaded_again_replaces_no_other() -> None:

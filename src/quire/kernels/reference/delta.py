@@ -106,11 +106,12 @@ def _solve(system: Tensor, wanted: Tensor) -> Tensor:
     """Solve a lower triangular system whose diagonal is taken to be ones. On a GPU the first solve of the process runs
     alone: torch loads a library in it, and fails if another thread needs the library meanwhile."""
     if not wanted.is_cuda or _has_solved.is_set():
-        return torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        found: Tensor = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        return found
     with _first_solve:
-        change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        found = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         _has_solved.set()
-    return change
+    return found
 
 
 def _unit(x: Tensor, sizes: RecurrentSizes) -> Tensor:  # [tokens, key heads, key dim]
