@@ -1,4 +1,5 @@
-"""Mamba-2 beside attention (Granite 4, Bamba, Falcon-H1): settings of config.json, and precision."""
+"""Mamba-2 layers, alone (Mamba 2) and beside attention (Granite 4, Bamba, Falcon-H1): settings of config.json, and
+precision."""
 
 from __future__ import annotations
 
@@ -154,6 +155,74 @@ def test_what_experts_of_nemotron_do_not_support_is_refused(key: str, value: obj
 def test_what_nemotron_does_not_support_is_refused(key: str, value: object, tmp_path: Path) -> None:
     change_config(hf_checkpoint(tmp_path, nemotron()), **{key: value})
     with pytest.raises(ModelLoadError, match=key):
+        open_checkpoint(files_at(tmp_path))
+
+
+def mamba2(**changes: Any) -> Any:
+    own = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+    sizes = {key: SIZES[key] for key in ("vocab_size", "num_hidden_layers")}
+    return transformers.Mamba2Config(**(sizes | own | {"hidden_size": 32, "pad_token_id": 0} | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"use_bias": True, "use_conv_bias": False}, {"expand": 1, "num_heads": 2, "tie_word_embeddings": True}],
+)
+def test_settings_of_mamba2(changes: dict[str, Any], tmp_path: Path) -> None:
+    check_parity(hf_checkpoint(tmp_path, mamba2(**changes)), attention="auto")
+
+
+@pytest.mark.parametrize("attention", ["reference", "auto"])
+def test_mamba2_norms_each_group_as_mamba_ssm_does(
+    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+    from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated  # the class that norms by group
+
+    def by_group(own: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        norm = Zamba2RMSNormGated(64, group_size=32, eps=own.variance_epsilon)
+        norm.weight = own.weight
+        normed: torch.Tensor = norm(x, gate)
+        return normed
+
+    monkeypatch.setattr(MambaRMSNormGated, "forward", by_group)
+    check_parity(hf_checkpoint(tmp_path, mamba2(n_groups=2)), attention=attention)
+
+
+def test_settings_of_codestral_mamba_are_read(tmp_path: Path) -> None:
+    settings = {
+        "architectures": ["Mamba2ForCausalLM"], "bos_token_id": 0, "chunk_size": 256, "conv_kernel": 4, "eos_token_id":
+        0, "expand": 2, "head_dim": 64, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 8192,
+        "layer_norm_epsilon": 1e-05, "model_type": "mamba2", "n_groups": 8, "norm_before_gate": True, "num_heads": 128,
+        "num_hidden_layers": 64, "rescale_prenorm_residual": False, "residual_in_fp32": True, "rms_norm": True,
+        "state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_limit":
+        [0.0, {"__float__": "Infinity"}], "time_step_rank": 256, "use_bias": False, "use_conv_bias": True,
+        "vocab_size": 32768,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = hf_model_config(tmp_path)
+    recurrent = config.recurrent
+    assert recurrent is not None
+    assert recurrent.mamba is not None
+    assert (recurrent.key_heads, recurrent.value_heads, recurrent.key_dim, recurrent.value_dim) == (8, 128, 128, 64)
+    assert (recurrent.mamba.norm_groups, recurrent.mamba.norm_first, config.num_layers) == (8, False, 64)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_heads", 5),
+        ("n_groups", 3),
+        ("hidden_act", "gelu"),
+        ("time_step_limit", [0.0, 0.1]),
+        ("rms_norm", False),
+        ("state_size", 300),
+        ("conv_kernel", 1),
+    ],
+)
+def test_what_mamba2_does_not_support_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    change_config(hf_checkpoint(tmp_path, mamba2()), **{key: value})
+    with pytest.raises(ModelLoadError, match="num_heads" if key == "n_groups" else key):
         open_checkpoint(files_at(tmp_path))
 
 

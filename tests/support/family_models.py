@@ -72,6 +72,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "apertus": {},
     "arcee": {"head_dim": 16},
+    "bitnet": {},
     "bloom": {"num_key_value_heads": ..., "intermediate_size": ..., "max_position_embeddings": ...},
     "mpt": {
         **dict.fromkeys(COMMON, ...), "vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 3,
@@ -157,6 +158,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
     },
     "mamba": {**NO_ATTENTION, "state_size": 8, "time_step_rank": 6},
+    "mamba2": {**NO_ATTENTION, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
     "falcon_mamba": {**NO_ATTENTION, "state_size": 16, "conv_kernel": 3, "use_bias": True, "mixer_rms_eps": 1e-3},
     "jamba": {
         "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 12,

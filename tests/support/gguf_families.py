@@ -355,6 +355,15 @@ def selective_settings(config: Any) -> dict[str, object]:
     }  # fmt: skip
 
 
+def mamba2_settings(config: Any) -> dict[str, object]:
+    sizes = config.num_heads, config.head_dim, config.n_groups, config.state_size, config.conv_kernel
+    return {
+        "context_length": 1 << 20, "embedding_length": config.hidden_size, "feed_forward_length": 0,
+        "attention.head_count": 0, "block_count": config.num_hidden_layers, **mamba_settings(config, *sizes),
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+    }  # fmt: skip
+
+
 def selective_tensors(name: str, values: Tensor, config: Any) -> Tensor:
     """Rates as factors, convolutions as matrices."""
     return -values.exp() if name.endswith("A_log") else flat_convolutions(name, values, config)
@@ -433,6 +442,7 @@ LAYOUTS: dict[str, Layout] = {
         {"mamba_n_groups": 1, "num_local_experts": 0, "shared_intermediate_size": 96},
     ),
     "mamba": Layout("mamba", selective_settings, selective_tensors),
+    "mamba2": Layout("mamba2", mamba2_settings, mamba_tensors),
     "nemotron_h": Layout("nemotron_h", nemotron_h_settings, mamba_tensors),
     "falcon_h1": Layout(
         "falcon-h1", falcon_h1_settings, mamba_tensors,
@@ -563,7 +573,7 @@ def _published(name: str, architecture: str, *, has_experts: bool) -> str:
         name = name if has_experts else name.replace("mlp.shared_expert.", "mlp.")
     if architecture == "falcon-h1":
         name = name.replace(".post_attention_layernorm.", ".pre_ff_layernorm.")
-    if architecture in ("nemotron_h", "mamba"):
+    if architecture in ("nemotron_h", "mamba", "mamba2"):
         for ours, theirs in (("embed_tokens", "embeddings"), ("model.norm.", "model.norm_f."), ("model.", "backbone.")):
             name = name.replace(ours, theirs, 1)
         return name

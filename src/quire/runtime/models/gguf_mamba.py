@@ -24,7 +24,7 @@ from quire.runtime.models.hf_config import check_recurrent
 
 _GROUPS, _HEADS, _STATE = "ssm.group_count", "ssm.time_step_rank", "ssm.state_size"
 _INNER, _WIDTH = "ssm.inner_size", "ssm.conv_kernel"
-_KEYS = (_GROUPS, _HEADS, _STATE, _INNER, _WIDTH)
+KEYS = (_GROUPS, _HEADS, _STATE, _INNER, _WIDTH)
 _ROTATED = "rope.scaling.finetuned"
 _KV_HEADS, _MLP_SIZE = "attention.head_count_kv", "feed_forward_length"
 
@@ -40,14 +40,14 @@ def read_nemotron_h(fields: Fields, config: ModelConfig) -> ModelConfig:
     groups = fields.integer(_GROUPS, least=1)
     return replace(
         config, activation="relu2", mlp_layers=mlps, layers_without_rope=tuple(range(count)),
-        recurrent=_read_recurrent(fields, layers, Mamba(groups)) if layers else None,
+        recurrent=read_recurrent(fields, layers, Mamba(groups)) if layers else None,
     )  # fmt: skip
 
 
 def read_falcon_h1(fields: Fields, config: ModelConfig) -> ModelConfig:
     mamba = Mamba(None)
     return replace(
-        config, recurrent=replace(_read_recurrent(fields, range(config.num_layers), mamba), beside_attention=True)
+        config, recurrent=replace(read_recurrent(fields, range(config.num_layers), mamba), beside_attention=True)
     )
 
 
@@ -64,11 +64,11 @@ def read_granite(fields: Fields, config: ModelConfig) -> ModelConfig:
     layers = tuple(layer for layer, count in enumerate(heads) if not count)
     return replace(
         gguf_config.read_scales(fields, config), experts=experts, layers_without_rope=tuple(range(config.num_layers)),
-        recurrent=_read_recurrent(fields, layers, Mamba(1)) if layers else None,
+        recurrent=read_recurrent(fields, layers, Mamba(1)) if layers else None,
     )  # fmt: skip
 
 
-def _read_recurrent(fields: Fields, layers: Collection[int], mamba: Mamba) -> Recurrent:
+def read_recurrent(fields: Fields, layers: Collection[int], mamba: Mamba) -> Recurrent:
     heads, inner = fields.integer(_HEADS, least=1), fields.integer(_INNER)
     if inner % heads:
         raise fields.refuse(_INNER, f"must be a multiple of {heads} heads, is {inner}")
@@ -76,7 +76,7 @@ def _read_recurrent(fields: Fields, layers: Collection[int], mamba: Mamba) -> Re
         fields.integer(_GROUPS), heads, fields.integer(_STATE), inner // heads, fields.integer(_WIDTH), tuple(layers),
         kind="mamba", mamba=mamba, has_bias=True,
     )  # fmt: skip
-    return check_recurrent(fields, sizes, _KEYS)
+    return check_recurrent(fields, sizes, KEYS)
 
 
 def one_mlp_size(fields: Fields) -> Fields:
@@ -123,7 +123,7 @@ def _log_of_minus(rate: Tensor) -> Tensor:
     return rate.float().flatten().neg().log()
 
 
-def _names(path: str) -> dict[str, str]:
+def names_of(path: str) -> dict[str, str]:
     return {
         "ssm_in": f"{path}.in_proj",
         "ssm_conv1d": f"{path}.conv1d",
@@ -140,7 +140,7 @@ _SHARED = "mlp.shared_expert"
 _GRANITE_NAMES = (
     GGUF_INNER
     | GGUF_EXPERTS
-    | _names("mamba")
+    | names_of("mamba")
     | {
         f"ffn_{word}{kind}": f"{_SHARED}.{path}"
         for word, path in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "output_linear"))
@@ -149,16 +149,16 @@ _GRANITE_NAMES = (
 )
 GRANITE = GgufFamily(
     inner=_GRANITE_NAMES, has_pairs=True,
-    settings=frozenset({*_KEYS, *gguf_config.EXPERTS, gguf_config.SHARED_SIZE}) | gguf_config.SCALES,
+    settings=frozenset({*KEYS, *gguf_config.EXPERTS, gguf_config.SHARED_SIZE}) | gguf_config.SCALES,
     read=read_granite, whole=gguf_config.heads_where_present, rearrange=rearrange_granite,
 )  # fmt: skip
 NEMOTRON_H = GgufFamily(
-    inner=_MIXER | _names("mixer") | {"attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"},
-    settings=frozenset(_KEYS), read=read_nemotron_h, whole=one_mlp_size,
+    inner=_MIXER | names_of("mixer") | {"attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"},
+    settings=frozenset(KEYS), read=read_nemotron_h, whole=one_mlp_size,
     rearrange=partial(rearrange, path="mixer"),
 )  # fmt: skip
 FALCON_H1 = GgufFamily(
-    inner=GGUF_INNER | _names("mamba") | {"ffn_norm.": "post_attention_layernorm.weight"},
-    settings=frozenset(_KEYS), read=read_falcon_h1,
+    inner=GGUF_INNER | names_of("mamba") | {"ffn_norm.": "post_attention_layernorm.weight"},
+    settings=frozenset(KEYS), read=read_falcon_h1,
     rearrange=partial(rearrange, path="mamba"),
 )  # fmt: skip

@@ -75,6 +75,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         "mamba_hybrid", "GRANITEMOEHYBRID", ("GraniteMoeHybridForCausalLM",), in_gguf=True, gguf_name="granitehybrid"
     ),
     "mamba": Entry("mamba", "MAMBA", ("MambaForCausalLM",), in_gguf=True),
+    "mamba2": Entry("mamba2", "MAMBA2", ("Mamba2ForCausalLM",), in_gguf=True),
     "falcon_mamba": Entry("mamba", "FALCON_MAMBA", ("FalconMambaForCausalLM",)),
     "jamba": Entry("jamba", "JAMBA", ("JambaForCausalLM",)),
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
@@ -91,6 +92,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "idefics3": Entry("smolvlm", "IDEFICS3", ("Idefics3ForConditionalGeneration",)),
     "internvl": Entry("internvl", "INTERNVL", ("InternVLForConditionalGeneration",)),
     "cohere2_vision": Entry("cohere2_vision", "COHERE2_VISION", ("Cohere2VisionForConditionalGeneration",)),
+    "bitnet": Entry("bitnet", "BITNET", ("BitNetForCausalLM",)),
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
     "hyperclovax": Entry("hyperclovax", "HYPERCLOVAX", ("HyperCLOVAXForCausalLM",)),
     "minicpm3": Entry("minicpm3", "MINICPM3", ("MiniCPM3ForCausalLM",)),

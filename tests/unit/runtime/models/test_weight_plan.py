@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 CPU_WEIGHTS: tuple[CpuWeights, ...] = ("integer", "float")
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}  # whose inputs fill groups of 64
 FAMILY_SIZES: dict[str, dict[str, int]] = {  # that follow from them, or from the towers of tests/support
-    "mamba": {"intermediate_size": 512}, "falcon_mamba": {"intermediate_size": 512},
+    "mamba2": {"head_dim": 64}, "mamba": {"intermediate_size": 512}, "falcon_mamba": {"intermediate_size": 512},
     "gemma3n_text": {"vocab_size_per_layer_input": 500}, "gemma4_text": {"vocab_size_per_layer_input": 512},
     "granitemoehybrid": {"shared_intermediate_size": 64},
     "nemotron_h-moe": {"moe_shared_expert_intermediate_size": 64},
