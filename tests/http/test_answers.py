@@ -238,9 +238,9 @@ def test_a_picture_is_refused_and_not_fetched(server: TestServer) -> None:
 
 
 def test_the_final_message_can_be_continued(server: TestServer) -> None:
-    messages = [*CHAT, {"role": "bot", "content": "So"}]
+    messages = [*CHAT, {"role": "assistant", "content": "So"}]
     body = chat(server, messages=messages, add_generation_prompt=False, continue_final_message=True)
-    assert body["choices"][0]["message"]["content"] == " answer 0 to <user:hi\nbot:So>"
+    assert body["choices"][0]["message"]["content"] == " answer 0 to <user:hi\nassistant:So>"
 
 
 def test_only_variables_the_template_reads_may_be_set(server: TestServer) -> None:

@@ -100,7 +100,7 @@ def test_without_sampling_the_models_own_defaults_hold(make_llm: MakeLLM) -> Non
     assert llm.get_default_sampling_params() == SamplingParams(max_tokens=3, temperature=0.5)
     assert llm.generate("p")[0].outputs[0].text == "xxx"
     assert llm.generate("p")[0].sampling == llm.get_default_sampling_params()
-    assert llm.chat([{"role": "u", "content": "c"}])[0].outputs[0].text == "xxx"
+    assert llm.chat([{"role": "user", "content": "c"}])[0].outputs[0].text == "xxx"
     assert "".join(piece.text for piece in llm.stream("p")) == "xxx"
     assert llm.start("p").wait().outputs[0].text == "xxx"
     given = SamplingParams(max_tokens=4)
@@ -157,8 +157,8 @@ def test_conversations_are_rendered_by_the_models_template(make_llm: MakeLLM) ->
     llm = make_llm(echo)
     hello = [{"role": "user", "content": "hello"}]
     assert llm.chat(hello, LONG)[0].outputs[0].text == "<user:hello\nbot:>"
-    outputs = llm.chat([hello, [*hello, {"role": "bot", "content": "hi"}]], LONG, add_generation_prompt=False)
-    assert [output.outputs[0].text for output in outputs] == ["<user:hello\n>", "<user:hello\nbot:hi\n>"]
+    outputs = llm.chat([hello, [*hello, {"role": "assistant", "content": "hi"}]], LONG, add_generation_prompt=False)
+    assert [output.outputs[0].text for output in outputs] == ["<user:hello\n>", "<user:hello\nassistant:hi\n>"]
     outputs = llm.chat((list(each) for each in (hello, hello)), LONG)
     assert [output.outputs[0].text for output in outputs] == ["<user:hello\nbot:>"] * 2
     own = llm.chat(hello, LONG, chat_template="{{ messages[0].content }}!")
@@ -181,7 +181,8 @@ def test_a_stream_says_the_same_as_generate(make_llm: MakeLLM) -> None:
     pieces = list(llm.stream("wörld ☕", LONG))
     assert "".join(piece.text for piece in pieces) == "<wörld ☕>" == llm.generate("wörld ☕", LONG)[0].outputs[0].text
     assert pieces[-1].finish_reason == "stop"
-    assert "".join(piece.text for piece in llm.stream_chat([{"role": "u", "content": "c"}], LONG)) == "<u:c\nbot:>"
+    pieces = list(llm.stream_chat([{"role": "user", "content": "c"}], LONG))
+    assert "".join(piece.text for piece in pieces) == "<user:c\nbot:>"
 
 
 def test_arguments_of_a_wrong_type_are_refused_by_name(make_llm: MakeLLM) -> None:

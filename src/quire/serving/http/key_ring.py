@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 
 from quire.config.server import AccessConfig
 
@@ -79,6 +80,12 @@ def _client_owner(router: bytes, client: bytes) -> str:
 def _is_among(digest: bytes, known: list[bytes]) -> bool:
     matches = [hmac.compare_digest(digest, one) for one in known]
     return any(matches)
+
+
+def raw_key(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the header value that holds the request's key, with its scheme; empty if there is none. It names the
+    client to routers, which need not check the key."""
+    return next((headers[name] for name in KEY_HEADERS if name in headers), b"")
 
 
 def _key(headers: dict[bytes, bytes]) -> bytes:

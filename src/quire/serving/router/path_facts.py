@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from quire.serving.http.guard import is_for_admins
-from quire.serving.http.key_ring import KEY_HEADERS
+from quire.serving.http.key_ring import raw_key
 
 _STORED = re.compile(r"/(?:responses|files|batches)/([^/?]+)")
 _TENANT_PATH = re.compile(r"/(?:files|batches)(?:/|$)")  # lists and uploads: all those of one tenant go to one replica
@@ -61,6 +61,6 @@ def read_head(method: str, path: str, headers: Mapping[bytes, bytes]) -> HeadFac
     return HeadFacts(
         read_path(method, path),
         kind in _JSON or kind.partition(b";")[0].strip().lower() in _JSON,
-        next((headers[name] for name in KEY_HEADERS if name in headers), b""),
+        raw_key(headers),
         None if asked is None else asked.decode("latin-1"),
     )

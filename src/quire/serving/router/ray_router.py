@@ -7,6 +7,7 @@ from typing import Any
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from quire.config.router import BalanceConfig, ReplicaAddress
+from quire.serving.http.key_ring import raw_key
 from quire.serving.router.choice import Chooser
 from quire.serving.router.prompt_keys import Prompt, read_prompt
 from quire.serving.router.replica import Replica
@@ -60,5 +61,4 @@ def _prompt_of(pending: PendingRequest | None) -> Prompt:
     if not isinstance(request, dict):
         return Prompt()
     headers = dict(request["headers"])
-    tenant = headers.get(b"authorization") or headers.get(b"x-api-key") or b""
-    return read_prompt(request["body"], headers, tenant)
+    return read_prompt(request["body"], headers, raw_key(headers))

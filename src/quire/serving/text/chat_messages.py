@@ -19,6 +19,7 @@ Message = dict[str, Any]
 UnknownMember = tuple[Any, str, UnknownParameter]  # the object, the member's name, and the error to raise
 
 MAX_ROLE_CHARACTERS = 64
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of every conversation; a template may name more
 MAX_DEPTH = 64
 MESSAGE_FIELDS = frozenset(
     {
@@ -88,11 +89,21 @@ class PlainData:
         )
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]], data: PlainData, limits: TemplateLimits) -> list[Message]:
-    """Return the conversation as new plain messages: text parts are joined, tool arguments are parsed. Raises
-    InvalidRequest."""
+def check_messages(
+    messages: Sequence[Mapping[str, Any]],
+    data: PlainData,
+    limits: TemplateLimits,
+    names_role: Callable[[str], bool] = lambda _: False,
+) -> list[Message]:
+    """Return the conversation as new plain messages: text parts are joined, tool arguments are parsed. `names_role`:
+    whether the template names a role that is not in `ROLES`. Raises InvalidRequest."""
     check_outline("messages", messages, limits.messages)
-    return [_check_message(f"messages[{index}]", message, data) for index, message in enumerate(messages)]
+    checked = [_check_message(f"messages[{index}]", message, data) for index, message in enumerate(messages)]
+    for index, message in enumerate(checked):
+        if message["role"] not in ROLES and not names_role(message["role"]):
+            reason = f"is {message['role']!r:.80}, which the chat template does not name"
+            raise InvalidRequest(f"messages[{index}].role", reason, f"send one of {', '.join(ROLES)}")
+    return checked
 
 
 def check_outline(where: str, messages: Any, max_messages: int) -> None:

@@ -12,6 +12,9 @@ from jinja2.exceptions import SecurityError
 
 from quire.serving.text.call_ids import name_call_ids, shorten_call_ids
 from quire.serving.text.chat_messages import (
+    CALL_FIELDS,
+    MESSAGE_FIELDS,
+    PART_FIELDS,
     Message,
     PlainData,
     arguments_as_text,
@@ -85,6 +88,12 @@ class ChatTemplate:
         """Whether the template writes the tool calls of messages, and so their results."""
         return "tool_calls" in self._source
 
+    def names_role(self, role: str) -> bool:
+        """Whether the template has `role` in quotes, as in `message.role == "ipython"`, and not as the name of a
+        member, as in `message["content"]`."""
+        is_quoted = f"'{role}'" in self._source or f'"{role}"' in self._source
+        return is_quoted and role not in MESSAGE_FIELDS | PART_FIELDS | CALL_FIELDS
+
     @cached_property
     def variables(self) -> frozenset[str]:
         """The names of variables that the template reads and a request may set."""
@@ -132,7 +141,8 @@ class ChatTemplate:
             reason = "cannot be combined with add_generation_prompt, which begins a new message"
             raise InvalidRequest("continue_final_message", reason, "set add_generation_prompt=False")
         data = PlainData(self.limits, takes_images=takes_images)
-        conversation, offered = check_messages(messages, data, self.limits), check_tools(tools, data)
+        conversation = check_messages(messages, data, self.limits, self.names_role)
+        offered = check_tools(tools, data)
         if "developer" not in self._source:
             conversation = developers_as_system(conversation)
         if offered and not self.reads_tools:

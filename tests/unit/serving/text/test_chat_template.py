@@ -233,6 +233,8 @@ def test_tool_arguments_sent_as_json_text_are_read() -> None:
         ([{"content": "x"}], r"messages\[0\].role: must be text"),
         ([{"role": "", "content": "x"}], r"messages\[0\].role"),
         ([{"role": "r" * 65, "content": "x"}], r"messages\[0\].role"),
+        ([{"role": "usr", "content": "x"}], r"messages\[0\].role: is 'usr', which the .* send one of system, dev"),
+        ([*USER, {"role": "content", "content": "x"}], r"messages\[1\].role: is 'content'"),
         ([{"role": "user"}], r"messages\[0\].content: is missing"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content: must be text or a list of parts, got int"),
         ([{"role": "user", "content": "x", "mood": 1}], r"messages\[0\].mood: is not known"),
@@ -264,7 +266,13 @@ def test_the_callers_messages_are_left_as_they_were() -> None:
 
 def test_what_the_template_refuses_is_told_in_its_own_words() -> None:
     with pytest.raises(InvalidRequest, match="Only user and assistant roles are supported, got critic!"):
-        ChatTemplate(MISTRAL).render([{"role": "critic", "content": "x"}])
+        ChatTemplate("{# 'critic' #}" + MISTRAL).render([{"role": "critic", "content": "x"}])
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_role_that_the_template_names_is_accepted(quote: str) -> None:
+    template = f"{{# Roles: {quote}critic{quote} #}}{CHATML}"
+    assert "critic" in ChatTemplate(template).render([{"role": "critic", "content": "x"}])
 
 
 def test_empty_fields_a_client_sends_back_are_no_fields() -> None:

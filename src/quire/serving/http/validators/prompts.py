@@ -18,7 +18,7 @@ from quire.serving.http.validators.values import (
     shown,
 )
 from quire.serving.requests import Prompt
-from quire.serving.text.chat_messages import MAX_ROLE_CHARACTERS, check_outline, unknown_members
+from quire.serving.text.chat_messages import MAX_ROLE_CHARACTERS, ROLES, check_outline, unknown_members
 from quire.types.errors import InvalidRequest
 
 _FORMS = "send text, a list of texts, a list of token ids or a list of such lists"
@@ -104,10 +104,16 @@ class Messages:
         }
         parts = {"type": "array", "items": {"anyOf": [part, image]}, "maxItems": limits["content_parts"]}
         label = {"type": ["string", "null"]}
+        of_template = {
+            "type": "string",
+            "minLength": 1,
+            "maxLength": MAX_ROLE_CHARACTERS,
+            "description": "A role that the model's chat template names.",
+        }
         message = {
             "type": "object",
             "properties": {
-                "role": {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARACTERS},
+                "role": {"anyOf": [{"enum": [*ROLES, "function"]}, of_template]},
                 "content": {"anyOf": [text, parts, {"type": "null"}]},
                 "name": label,
                 "tool_call_id": label,
