@@ -285,6 +285,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": SIGLIP, "alignment_intermediate_size": 24,
     },
     "glm4v": {"vision_config": {**TOWERS["glm4v"]}, **VISION_TOKENS, **TEXTS["glm4v"]},
+    "glm4v_moe": {"vision_config": {**TOWERS["glm4v_moe"]}, **VISION_TOKENS, **TEXTS["glm4v_moe"]},
     "smolvlm": SMOL,
     "idefics3": SMOL,
     "nanochat": {"head_dim": 16},
@@ -377,7 +378,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CASES = CONFIGS | VARIANTS
-NESTED = ("glm4v", "qwen3_vl", "qwen3_vl_moe")  # transformers takes settings of their decoders only as `text_config`
+NESTED = (
+    "glm4v",
+    "glm4v_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)  # transformers takes settings of their decoders only as `text_config`
 _OUTER = {"vision_config", "tie_word_embeddings", *VISION_TOKENS}
 NUM_TOKENS = 12  # of every answer
 

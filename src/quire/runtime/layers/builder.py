@@ -16,6 +16,7 @@ from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend, LatentBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
+from quire.runtime.device import torch_device
 from quire.runtime.layers.attention import Attention, OutputGate, Sinks
 from quire.runtime.layers.expert_layers import ExpertLayers
 from quire.runtime.layers.gemm import multiplies_natively
@@ -75,7 +76,7 @@ class LayerBuilder:
         encoders; ranks: the ranks that share every layer."""
         self.ranks, self._splits = ranks, RankSplits(ranks.tensor, whole_experts=ranks.place.config.expert)
         heads, local_heads = self._splits.heads(heads), None if local_heads is None else self._splits.heads(local_heads)
-        self.placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
+        self.placement = Placement(TORCH_DTYPES[config.dtype], torch_device(config.device))
         dtype, device = self.placement.dtype, self.placement.device
         compute = dtype if multiplies_natively(dtype, device) else torch.float32
         self.backend: AttentionBackend = make_backend(

@@ -88,6 +88,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen3_vl": Entry("qwen3_vl", "QWEN3_VL", ("Qwen3VLForConditionalGeneration",)),
     "qwen3_vl_moe": Entry("qwen3_vl", "QWEN3_VL_MOE", ("Qwen3VLMoeForConditionalGeneration",)),
     "glm4v": Entry("glm4v", "GLM4V", ("Glm4vForConditionalGeneration",)),
+    "glm4v_moe": Entry("glm4v", "GLM4V_MOE", ("Glm4vMoeForConditionalGeneration",)),
     "smolvlm": Entry("smolvlm", "SMOLVLM", ("SmolVLMForConditionalGeneration",)),
     "idefics3": Entry("smolvlm", "IDEFICS3", ("Idefics3ForConditionalGeneration",)),
     "internvl": Entry("internvl", "INTERNVL", ("InternVLForConditionalGeneration",)),
