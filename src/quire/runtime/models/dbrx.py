@@ -14,7 +14,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.family import Family, Stacked
-from quire.runtime.models.hf_config import GATED, check_experts, read_activation, read_heads
+from quire.runtime.models.hf_config import GATED, Activation, check_experts, read_activation, read_heads
 from quire.runtime.models.hf_rope import read_rope
 from quire.runtime.models.mpt import WITHOUT_BIAS, MptAttention, read_limit, section_of
 
@@ -98,7 +98,7 @@ def _read_rope(config: Fields, attention: Fields) -> Rope:
     return replace(rope, theta=attention.number("rope_theta", rope.theta))
 
 
-def _read_activation(mixture: Fields) -> str:
+def _read_activation(mixture: Fields) -> Activation:
     given = mixture.raw("ffn_act_fn")
     if given is not None and not isinstance(given, dict):
         raise mixture.refuse("ffn_act_fn", "must be an object")

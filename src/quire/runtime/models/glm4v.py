@@ -6,7 +6,7 @@ the patches of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -105,7 +105,7 @@ class Glm4vTower(VisionTower):
 
 
 class Glm4v(QwenVL):
-    block = Glm4Block
+    block: type[nn.Module] = Glm4Block
     make_tower = Glm4vTower
 
 
@@ -123,7 +123,7 @@ def read_glm4v_moe(config: Fields) -> ModelConfig:
 
 
 def _read(
-    config: Fields, name: str, read: Callable[[Fields], ModelConfig], usual: dict[str, float], token: int
+    config: Fields, name: str, read: Callable[[Fields], ModelConfig], usual: Mapping[str, float], token: int
 ) -> ModelConfig:
     """Read the decoder by `read`. `usual`: defaults that differ from that decoder's; `token`: the placeholder of
     images."""
