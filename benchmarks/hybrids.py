@@ -34,6 +34,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2,
         "layer_types": _GRANITE_LAYERS, "position_embedding_type": "nope", "intermediate_size": 2_048,
     },
+    "mamba": {  # Mamba-130M
+        "model_type": "mamba", "hidden_size": 768, "num_hidden_layers": 24, "state_size": 16, "conv_kernel": 4,
+        "time_step_rank": 48, "intermediate_size": 1_536, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 LOADS = {"single stream": (1, 16, 32), "8 streams": (8, 16, 32), "prompt of 512": (1, 512, 1)}
 

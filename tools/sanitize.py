@@ -35,7 +35,7 @@ PLAIN_CHECKS = ("bf16_dots_checks",)
 MEMORY_CHECKS = (*SMALL_CHECKS, *PLAIN_CHECKS, "router_checks")
 CHECKS = {"address": MEMORY_CHECKS, "undefined": MEMORY_CHECKS, "thread": (*SMALL_CHECKS, "path_checks")}
 DEFINES = ('-DQUIRE_SOURCE="none"', "-DPLAIN_DOTS")  # bfloat16 dot products as plain code, which runs on any CPU
-KERNELS = "panels int8_panels super_blocks tiles low_rank delta mamba program team message_ring"
+KERNELS = "panels int8_panels super_blocks tiles low_rank delta mamba selective program team message_ring"
 TESTS = [
     *(f"tests/unit/kernels/native/test_{name}.py" for name in KERNELS.split()),
     *(

@@ -103,6 +103,21 @@ def test_the_environment_is_read_in_one_file() -> None:
     assert not reads
 
 
+def _devices_by_name(module: Module) -> list[str]:
+    """Return the calls that make a torch.device of a name which is not written there."""
+    return [
+        f"{module.where}:{node.lineno}"
+        for name, node in module.calls
+        if name == "torch.device" and not isinstance(node.args[0], ast.Constant)
+    ]
+
+
+def test_devices_of_a_configuration_are_converted_in_one_place() -> None:
+    """`torch_device` gives "cuda" an index, without which torch.cuda.set_device refuses it."""
+    assert {place.split(":")[0] for m in modules() for place in _devices_by_name(m)} == {"quire/runtime/device.py"}
+    assert len(_devices_by_name(parse("from torch import device\ndevice(name)"))) == 1
+
+
 def test_there_are_fewer_than_ten_environment_variables() -> None:
     names = {
         node.value

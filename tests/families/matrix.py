@@ -16,6 +16,7 @@ SAME_KERNELS = {
     "apertus": "qwen3",
     "arcee": "nemotron",
     "bamba": "granitemoehybrid",
+    "bitnet": "arcee",
     "cohere": "cohere2",
     "cwm": "mixtral",
     "deepseek_v2": "deepseek_v3",

@@ -100,7 +100,7 @@ def test_no_activation_makes_a_number_of_nan(activation: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize(("rows", "size"), [(1, 32), (3, 1100)])
 def test_a_gate_is_that_of_torch(rows: int, size: int, activation: str, dtype: torch.dtype) -> None:
     x = rand(rows, 2 * size, dtype=dtype, scale=2.0)

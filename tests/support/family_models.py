@@ -72,6 +72,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "apertus": {},
     "arcee": {"head_dim": 16},
+    "bitnet": {},
     "bloom": {"num_key_value_heads": ..., "intermediate_size": ..., "max_position_embeddings": ...},
     "mpt": {
         **dict.fromkeys(COMMON, ...), "vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 3,

@@ -19,6 +19,13 @@ RARE: dict[str, Settings] = {
         "mamba_dt_rank": 256, "mamba_expand": 2, "mamba_proj_bias": False, "num_experts": 16, "num_experts_per_tok": 2,
         "num_logits_to_keep": 1, "output_router_logits": False, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001,
         "sliding_window": None, "tie_word_embeddings": False, "use_mamba_kernels": True},
+    "bitnet-b1.58-2B-4T": {
+        "architectures": ["BitNetForCausalLM"], "model_type": "bitnet", "hidden_size": 2560, "intermediate_size": 6912,
+        "num_hidden_layers": 30, "vocab_size": 128256, "num_attention_heads": 20, "num_key_value_heads": 5,
+        "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "relu2", "initializer_range": 0.02,
+        "max_position_embeddings": 4096, "quantization_config": {"quant_method": "bitnet", "linear_class":
+        "autobitlinear", "quantization_mode": "offline"}, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True},
     "gemma-3n-E2B-it": {
         "architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "eos_token_id": [1, 106],
         "text_config": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from devices import DEVICE
 from quire.config.adapters import AdapterConfig
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out, stored_specs
@@ -45,7 +45,6 @@ from quire.types.step import (
 )
 
 VOCAB = 97
-DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 
 
 @dataclass

@@ -18,7 +18,8 @@ CacheDtype = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4"]
 Quantization = Literal["fp8", "int8", "int4"]  # to which plain weights are quantized while they are loaded
 CpuWeights = Literal["integer", "integer8", "integer16", "float"]  # arithmetic of a CPU's quantized gemms
 QUANTIZATIONS: tuple[Quantization, ...] = ("fp8", "int8", "int4")
-STORED_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4")  # of quantized checkpoints
+# Methods of quantized checkpoints:
+STORED_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4", "bitnet")
 QUERY_SCALE = "llama_4_scaling_beta"  # parameter of rotary positions that also scale queries
 INT4_GROUP = 64  # int4 weights per scale and offset
 # For the KV cache: bytes per cache entry, see `stored_specs`.

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+MOST_STATE_SIZE = 256  # elements of a channel's state
+
 
 class SelectiveWeights(NamedTuple):
     """The weights of a Mamba layer that its kernels read. All are float32 and contiguous."""

@@ -39,7 +39,7 @@ from quire.engine.decoding.vocabulary import VocabularySource
 from quire.engine.encoder_core import EncoderCore
 from quire.engine.executor import Executor
 from quire.engine.speculation.registry import make_proposers
-from quire.runtime.device_memory import read_device_memory
+from quire.runtime.device import read_device_memory
 from quire.runtime.encoder.encoder import TextEncoder, TextRunner
 from quire.runtime.encoder.executor import EncoderExecutor
 from quire.runtime.executor.single import SingleExecutor

@@ -11,6 +11,7 @@
 #include "low_rank.h"
 #include "mamba.h"
 #include "paged_attention.h"
+#include "selective.h"
 #include "shared_ranks.h"
 
 namespace {
@@ -38,7 +39,9 @@ enum Kind : int64_t {
     ALL_REDUCE,
     MAMBA,
     HIDE_OTHERS,
-    SCALE_BY_SCORE
+    SCALE_BY_SCORE,
+    SELECTIVE,
+    FIRST_COLUMNS
 };
 
 // One operation on buffers [rows, width]. Fields that a kind does not use are zero.
@@ -51,8 +54,8 @@ struct Operation {
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
     // weights of a norm [groups, size] or [2, size] with its bias; PackedLinears, PackedExperts,
-    // PackedConvolution, PackedDelta, PackedMamba, LowRankLayer, sinks, RankPages, a Clamp or null, factors of columns
-    // [width], or ranking biases
+    // PackedConvolution, PackedDelta, PackedMamba, PackedSelective, LowRankLayer, sinks, RankPages, a Clamp or null,
+    // factors of columns [width], or ranking biases
     const void* weight;
     double number;       // eps of a norm, or the scale of attention, of what is added, or of x
     double cap;          // softcap of attention
@@ -210,6 +213,19 @@ template <typename T> struct Interpreter {
                    at(op.out));
     }
 
+    // SELECTIVE: the scan of a Mamba layer, and its gate.
+    void scan_selective(const Operation& op) const {
+        const PackedSelective& layer = *static_cast<const PackedSelective*>(op.weight);
+        const Rows<T> low{at(layer.keys), width(layer.keys)}, both{at(layer.gates), width(layer.gates)};
+        selective_scan(at(op.x), at(op.y), low, both, layer, memory(op), run.rows, at(op.out));
+    }
+
+    // FIRST_COLUMNS: copy the first columns of x to `out`.
+    void copy_columns(const Operation& op) const {
+        for (int64_t row = 0; row < run.rows; ++row)
+            std::memcpy(at(op.out) + row * width(op.out), at(op.x) + row * width(op.x), width(op.out) * sizeof(T));
+    }
+
     // TIMES: multiply by columns of y, or by one factor for each column.
     void scale_columns(const Operation& op) const {
         const T* factors = static_cast<const T*>(op.weight);
@@ -286,6 +302,8 @@ template <typename T> struct Interpreter {
                 case CONVOLVE: mix_tokens(op); break;
                 case DELTA: follow(op); break;
                 case MAMBA: scan(op); break;
+                case SELECTIVE: scan_selective(op); break;
+                case FIRST_COLUMNS: copy_columns(op); break;
                 case HIDE_OTHERS:
                     hide_others(at(op.x), static_cast<const float*>(op.weight), op.groups, run.rows, width(op.x),
                                 at(op.out));

@@ -24,14 +24,16 @@ from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.ops import ACTIVATIONS, doubles, quantized_fields, window_of
 from quire.kernels.native.program_run import STREAM, Program
 from quire.kernels.native.shared_ranks import SharedRanks
-from quire.kernels.native.structures import CConvolution, CDelta, CMamba, COperation
+from quire.kernels.native.structures import CConvolution, CDelta, CMamba, COperation, CSelective
 from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear, PackedParts
 from quire.kernels.recurrent import RecurrentSizes
+from quire.kernels.selective import MOST_STATE_SIZE, SelectiveWeights
 
 (
     RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES,
-    CONVOLVE, DELTA, GATE_BY, MULTIPLY_HEADS, LOW_RANK_ADD, ALL_REDUCE, MAMBA, HIDE_OTHERS, SCALE_BY_SCORE,
-) = range(23)  # fmt: skip
+    CONVOLVE, DELTA, GATE_BY, MULTIPLY_HEADS, LOW_RANK_ADD, ALL_REDUCE, MAMBA, HIDE_OTHERS, SCALE_BY_SCORE, SELECTIVE,
+    FIRST_COLUMNS,
+) = range(25)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,29 @@ class ProgramWriter:
         out, pointers = self._new(sizes.value_size), (tensor.data_ptr() for tensor in weights[2:])
         scan = CMamba(*sizes[:4], norm.group or 0, norm.norm_first, *pointers, norm.eps)
         self._add(MAMBA, mixed.buffer, y=x.buffer, out=out.buffer, pointer=self._keep_with(weights, scan), layer=layer)
+        return out
+
+    def selective(
+        self, mixed: Symbol, pace: Symbol, low: Symbol, both: Symbol, layer: int, sizes: RecurrentSizes,
+        weights: SelectiveWeights,
+    ) -> Symbol:  # fmt: skip
+        """Return the output of a Mamba layer for its convolved inputs and step sizes [rows, channels]. Rows of `low`
+        end with B and C, rows of `both` with gates. `layer` selects the states."""
+        assert mixed.width == pace.width == sizes.channels <= both.width
+        assert 2 * sizes.key_dim <= low.width
+        assert sizes.key_dim <= MOST_STATE_SIZE
+        out, pointers = self._new(sizes.channels), (tensor.data_ptr() for tensor in weights[2:])
+        scan = CSelective(sizes.channels, sizes.key_dim, low.buffer, both.buffer, *pointers)
+        place = self._keep_with(weights, scan)
+        self._add(SELECTIVE, mixed.buffer, y=pace.buffer, out=out.buffer, pointer=place, layer=layer)
+        self._uses[-1] += (low.buffer, both.buffer)
+        return out
+
+    def first_columns(self, x: Symbol, width: int) -> Symbol:
+        """Return the first `width` values of each row of x."""
+        assert width <= x.width
+        out = self._new(width)
+        self._add(FIRST_COLUMNS, x.buffer, out=out.buffer)
         return out
 
     def convolve(

@@ -1,5 +1,5 @@
 """The inputs of a program run, and the C structures that the compiled kernels read. They mirror program.h,
-recurrent.h, delta.h, mamba.h, low_rank.h, shared_ranks.h and message_ring.h."""
+recurrent.h, delta.h, mamba.h, selective.h, low_rank.h, shared_ranks.h and message_ring.h."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ class CMamba(Structure):
         ("groups", c_int64), ("heads", c_int64), ("key_dim", c_int64), ("value_dim", c_int64), ("normed", c_int64),
         ("norm_first", c_int64), ("rate", c_void_p), ("bias", c_void_p), ("skip", c_void_p), ("norm", c_void_p),
         ("eps", c_double),
+    )  # fmt: skip
+
+
+class CSelective(Structure):
+    _fields_ = (
+        ("channels", c_int64), ("state_size", c_int64), ("keys", c_int64), ("gates", c_int64), ("rate", c_void_p),
+        ("bias", c_void_p), ("skip", c_void_p),
     )  # fmt: skip
 
 

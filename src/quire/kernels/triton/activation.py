@@ -20,7 +20,7 @@ from quire.kernels.triton.launch import (
 )
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu2": 4}  # of an MLP without a gate
+PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu2": 4}  # of MLPs whose gate is not fused into a gemm
 _BLOCK = 1024
 _MOST_AT_ONCE = 16384  # elements of a row held in registers; longer rows are computed twice when quantized
 
@@ -146,7 +146,7 @@ def activate_rows(x: Tensor, activation: str) -> None:
 
 def gate(
     gate_up: Tensor,  # [rows, 2 * size]: gate, then up
-    activation: str,  # one of ACTIVATIONS
+    activation: str,  # one of PLAIN_ACTIVATIONS
     out: Tensor | None = None,  # [rows, size], of gate_up's dtype, float8 or int8
     scale: Tensor | None = None,  # [rows] float32, for a float8 or int8 `out`
     dependent: bool = False,
@@ -163,7 +163,7 @@ def gate(
     check(quantized == (scale is not None), "a float8 or int8 out and a scale come together")
     fits = change is None or (change.shape == gate_up.shape and change.stride(1) == 1 and not quantized)
     check(fits, "change is like gate_up, and comes without a scale")
-    kind = ACTIVATIONS[activation]
+    kind = PLAIN_ACTIVATIONS[activation]
     if rows == 0:
         return out
     if quantized:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.config.embedding import EmbeddingSettings, EncoderConfig
-from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
 from quire.kernels.native.loader import set_threads
+from quire.runtime.device import torch_device
 from quire.runtime.encoder.batches import batches_of, pack
 from quire.runtime.encoder.dense import DenseLayers, load_dense, random_dense
 from quire.runtime.executor.tensor_bytes import tensor_bytes
@@ -55,7 +55,7 @@ class TextEncoder:
         progress: Progress | None = None,
         ranks: Ranks = ALONE,  # the ranks that share its layers
     ) -> None:
-        self._config, self._device = config, torch.device(config.device.device)
+        self._config, self._device = config, torch_device(config.device.device)
         self._settings = settings or EmbeddingSettings()
         self._has_types = model_config.encoder is not None and model_config.encoder.num_types > 1
         if config.device.threads is not None or config.device.device == "cpu":
@@ -63,7 +63,7 @@ class TextEncoder:
         if config.device.device == "cpu":
             pin_cpu_threads()
         if self._device.type == "cuda":
-            torch.cuda.set_device(cuda_index(config.device.device))
+            torch.cuda.set_device(self._device)
             torch.backends.cuda.enable_cudnn_sdp(False)  # it spends milliseconds on every new length
         builder = LayerBuilder(config.device, model_config.heads, many_rows=True, ranks=ranks)
         self._model: BaseEncoder | None = build_encoder(model_config, builder)

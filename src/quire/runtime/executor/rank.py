@@ -85,8 +85,8 @@ class RankServer:
         self._page.note("importing modules")
         import torch
 
-        from quire.config.facts import cuda_index
         from quire.kernels.native.loader import set_threads
+        from quire.runtime.device import torch_device
         from quire.runtime.hardware import detect_hardware
         from quire.runtime.parallel.make import backend_of, join_ranks, ranks_share_device
 
@@ -99,9 +99,9 @@ class RankServer:
         config: Any = job["config"]  # an EngineConfig, or another one that `_build` reads
         place, shares = config.parallel.place(job["rank"]), ranks_share_device(config.parallel, config.device.device)
         config = config_of_rank(config, place, job["device_index"], detect_hardware().cores)
-        device = torch.device(config.device.device)
+        device = torch_device(config.device.device)
         if device.type == "cuda":
-            torch.cuda.set_device(cuda_index(config.device.device))
+            torch.cuda.set_device(device)
         set_threads(config.device.threads or 1)
         backend = backend_of(device, shares_device=shares)
         self._page.note("meeting the other ranks")

@@ -14,11 +14,11 @@ from typing import Literal
 import torch
 
 from quire.config.engine import EngineConfig
-from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
 from quire.config.stages import stage_model
 from quire.kernels.native.loader import set_threads
 from quire.runtime.adapters.store import AdapterStore
+from quire.runtime.device import torch_device
 from quire.runtime.executor.pinned_results import PinnedBuffer, PinnedResults
 from quire.runtime.executor.tensor_bytes import tensor_bytes
 from quire.runtime.hardware import pin_cpu_threads
@@ -81,9 +81,9 @@ class SingleExecutor:
             set_threads(config.device.threads)
         if config.device.device == "cpu":
             pin_cpu_threads()
-        self._device = torch.device(config.device.device)
+        self._device = torch_device(config.device.device)
         if self._device.type == "cuda":
-            torch.cuda.set_device(cuda_index(config.device.device))
+            torch.cuda.set_device(self._device)
             torch.backends.cuda.enable_cudnn_sdp(False)  # it spends milliseconds on every new length
         self._depth, self.ranks = depth or DEPTHS[self._device.type], ranks
         speculation = config.speculation
@@ -261,7 +261,7 @@ def _make_worker(
 ) -> Worker:
     """Make the worker with its model, its drafter and its tiers. If this raises, no thread is left running."""
     model, kernels = load(files, model_config, builder), builder.backend.kernels
-    device, scheduler = torch.device(config.device.device), config.scheduler
+    device, scheduler = torch_device(config.device.device), config.scheduler
     sampler = make_sampler(scheduler.num_rows, model_config.vocab_size, device, kernels, scheduler.num_samples)
     adapters = make_adapters(model, model_config, config, kernels)
     worker = Worker(model, builder.backend, sampler, model_config, config, adapters=adapters, ranks=builder.ranks)

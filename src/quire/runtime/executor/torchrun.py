@@ -12,6 +12,7 @@ import torch
 
 from quire.config.environment import read_torchrun
 from quire.config.parallel import ParallelConfig
+from quire.runtime.device import torch_device
 from quire.runtime.executor.plan_codec import PlanEncoder
 from quire.runtime.executor.rank import config_of_rank
 from quire.runtime.executor.ranked import RankJob
@@ -54,7 +55,7 @@ class TorchrunExecutor(SingleExecutor):
         place = config.parallel.place(started.rank)
         index = started.local_rank if config.device.device == "cuda" else None
         own = config_of_rank(config, place, index, detect_hardware().cores)
-        device = torch.device(own.device.device)
+        device = torch_device(own.device.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         seconds, backend = config.parallel.rank_timeout, backend_of(device)

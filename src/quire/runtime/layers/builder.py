@@ -16,6 +16,7 @@ from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend, LatentBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
+from quire.runtime.device import torch_device
 from quire.runtime.layers.attention import Attention, OutputGate, Sinks
 from quire.runtime.layers.expert_layers import ExpertLayers
 from quire.runtime.layers.gemm import multiplies_natively
@@ -25,7 +26,7 @@ from quire.runtime.layers.latent import LatentAttention, LatentExpansion
 from quire.runtime.layers.layer_norm import USUAL_LAYER_NORM, LayerNorm, LayerNormKind
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.load_time_quantization import choose_quantizing_gemm
-from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate, SparseGatedMLP
+from quire.runtime.layers.mlp import MLP, GatedMLP, NormedGatedMLP, SideGate, SparseGatedMLP
 from quire.runtime.layers.modules import (
     Embedding,
     HeadNorm,
@@ -38,6 +39,7 @@ from quire.runtime.layers.modules import (
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.recurrent import RecurrentLayers
 from quire.runtime.layers.rotary import Rotaries
+from quire.runtime.layers.shared_norm import SharedNorm
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.texts import TextAttention, text_attention_of
 from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored, stored_for
@@ -74,7 +76,7 @@ class LayerBuilder:
         encoders; ranks: the ranks that share every layer."""
         self.ranks, self._splits = ranks, RankSplits(ranks.tensor, whole_experts=ranks.place.config.expert)
         heads, local_heads = self._splits.heads(heads), None if local_heads is None else self._splits.heads(local_heads)
-        self.placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
+        self.placement = Placement(TORCH_DTYPES[config.dtype], torch_device(config.device))
         dtype, device = self.placement.dtype, self.placement.device
         compute = dtype if multiplies_natively(dtype, device) else torch.float32
         self.backend: AttentionBackend = make_backend(
@@ -233,6 +235,13 @@ class LayerBuilder:
             return SparseGatedMLP(gate_up, down_proj, activation, self._ops, sparsity, group)
         return GatedMLP(gate_up, down_proj, activation, self._ops, clamp)
 
+    def normed_mlp(self, hidden: int, intermediate: int, activation: str, sub_norm: SharedNorm) -> NormedGatedMLP:
+        """Build a gated MLP with a norm in front of `down_proj`."""
+        size = self._splits.size(intermediate)
+        gate_up = Linear(hidden, {"gate_proj": size, "up_proj": size}, False, self._gemm, self.placement)
+        down_proj = self._row_linear("down_proj", size, hidden, bias=False)
+        return NormedGatedMLP(gate_up, down_proj, activation, self._ops, sub_norm)
+
     def plain_mlp(
         self, hidden: int, intermediate: int | Split, activation: str, *, bias: bool, reduces: bool = True
     ) -> MLP:
@@ -249,6 +258,11 @@ class LayerBuilder:
 
     def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(name, size, eps, self._ops, self.placement, offset)
+
+    def shared_norm(self, name: str, size: int | Heads, eps: float) -> SharedNorm:
+        """Build an RMSNorm of what a row-parallel layer reads: an intermediate size, or attention outputs."""
+        split = self._splits.query(size) if isinstance(size, Heads) else self._splits.size(size)
+        return SharedNorm(name, split, eps, self._ops, self.placement, self._splits.group)
 
     def head_norm(
         self, heads: Heads, eps: float, offset: float = 0.0, *, of_keys: bool = True, of_values: bool = False,

@@ -87,6 +87,22 @@ class GatedMLP(nn.Module):
         return self._ops.gate_sum(result, change, self.activation, self._clamp)
 
 
+class NormedGatedMLP(GatedMLP):
+    """A gated MLP that norms what it projects back. Any activation of a plain MLP may be that of its gate."""
+
+    def __init__(
+        self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps, sub_norm: nn.Module
+    ) -> None:
+        super().__init__(gate_up_proj, down_proj, activation, ops)
+        self.sub_norm = sub_norm
+
+    def _gated(self, x: Value | Normed) -> Value:
+        result, change = self.gate_up_proj.gemm_and_change(x)
+        if change is None:
+            return self.sub_norm(self._ops.gate(result, self.activation))
+        return self.sub_norm(self._ops.gate_sum(result, change, self.activation))
+
+
 class SparseGatedMLP(GatedMLP):
     """A gated MLP that cuts gates below a threshold to zero, and subtracts it from the others. The threshold lies as
     far above the mean of a token's gates as `sparsity` (the share that is cut) of a normal distribution. Ranks of

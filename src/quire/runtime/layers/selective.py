@@ -75,7 +75,7 @@ class SelectiveScan(WeightLayer):
         """Scan the convolved inputs [tokens, channels]. pace: [tokens, channels]; low: [tokens, ...], which ends with B
         and C; both: as for `convolve`. Returns [tokens, channels]."""
         if isinstance(mixed, Symbol):
-            return mixed.writer.call(self._run, (mixed, pace, low, both), self._sizes.channels)
+            return mixed.writer.selective(mixed, pace, low, both, self._place, self._sizes, self.weights)
         return self._run(mixed, pace, low, both, step)
 
     def _run(self, mixed: Tensor, pace: Tensor, low: Tensor, both: Tensor, step: ForwardStep) -> Tensor:
@@ -123,8 +123,5 @@ class SelectiveMixer(nn.Module):
                 column += len(norm.weight)
             return self.dt_norm.of_first(low)
         if isinstance(low, Symbol):
-            return low.writer.call(self._first, (low,), self._rank)
-        return self._first(low)
-
-    def _first(self, low: Tensor, given: object = None) -> Tensor:  # noqa: ARG002
+            return low.writer.first_columns(low, self._rank)
         return low[:, : self._rank].contiguous()

@@ -11,13 +11,13 @@ from torch import Tensor
 from quire.config.fields import Fields
 from quire.config.model import Heads, ModelConfig
 from quire.config.recurrent import Recurrent, Selective
+from quire.kernels.selective import MOST_STATE_SIZE
 from quire.runtime.models.family import GgufFamily
 from quire.runtime.models.gguf_layout import Rearranged
 from quire.runtime.models.hf_config import check_width
 
 LENGTH = 32_768
 NO_HEADS = Heads(64, 1, 16)  # nothing attends; ranks divide these heads, and blocks of tokens keep their keys
-MOST_STATES = 256
 NORM_EPS = 1e-6  # of FalconMamba's step sizes, B and C; files do not store it
 _INNER, _STATE, _WIDTH, _RANK = "ssm.inner_size", "ssm.state_size", "ssm.conv_kernel", "ssm.time_step_rank"
 _NORMS = "ssm.dt_b_c_rms"
@@ -32,8 +32,8 @@ def whole(fields: Fields) -> Fields:
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
     state = fields.integer(_STATE, least=1)
-    if state > MOST_STATES:
-        raise fields.refuse(_STATE, f"must be in [1, {MOST_STATES}], is {state}")
+    if state > MOST_STATE_SIZE:
+        raise fields.refuse(_STATE, f"must be in [1, {MOST_STATE_SIZE}], is {state}")
     layers, eps = tuple(range(config.num_layers)), NORM_EPS if fields.flag(_NORMS, False) else None
     recurrent = Recurrent(
         0, fields.integer(_INNER, least=1), state, 1, check_width(fields, _WIDTH, fields.integer(_WIDTH)), layers,

@@ -11,12 +11,13 @@ from torch import nn
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig, Rope
 from quire.config.recurrent import Recurrent, Selective
+from quire.kernels.selective import MOST_STATE_SIZE
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family
-from quire.runtime.models.gguf_selective import GGUF, LENGTH, MOST_STATES, NO_HEADS
+from quire.runtime.models.gguf_selective import GGUF, LENGTH, NO_HEADS
 from quire.runtime.models.hf_config import check_width, read_decoder, refuse_other
 
 _RENAMED = {
@@ -79,8 +80,8 @@ def read_selective(
     convolution, which has a bias if `has_bias`."""
     refuse_other(config, "hidden_act", "silu")
     state, width = config.integer(keys[0], 16, least=1), check_width(config, keys[1], config.integer(keys[1], 4))
-    if state > MOST_STATES:
-        raise config.refuse(keys[0], f"must be in [1, {MOST_STATES}], is {state}")
+    if state > MOST_STATE_SIZE:
+        raise config.refuse(keys[0], f"must be in [1, {MOST_STATE_SIZE}], is {state}")
     return Recurrent(0, inner, state, 1, width, tuple(layers), kind="selective", has_bias=has_bias, selective=selective)
 
 

@@ -92,6 +92,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "idefics3": Entry("smolvlm", "IDEFICS3", ("Idefics3ForConditionalGeneration",)),
     "internvl": Entry("internvl", "INTERNVL", ("InternVLForConditionalGeneration",)),
     "cohere2_vision": Entry("cohere2_vision", "COHERE2_VISION", ("Cohere2VisionForConditionalGeneration",)),
+    "bitnet": Entry("bitnet", "BITNET", ("BitNetForCausalLM",)),
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
     "hyperclovax": Entry("hyperclovax", "HYPERCLOVAX", ("HyperCLOVAXForCausalLM",)),
     "minicpm3": Entry("minicpm3", "MINICPM3", ("MiniCPM3ForCausalLM",)),

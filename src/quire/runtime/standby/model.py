@@ -12,6 +12,7 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
+from quire.runtime.device import torch_device
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.layers.weights import WeightLayer
 from quire.runtime.loading.files import ModelFiles
@@ -52,7 +53,7 @@ class ModelStandby:
 
     def __init__(self, files: ModelFiles, config: ModelConfig, engine: EngineConfig, *, is_random: bool) -> None:
         """`config`: of the model's stage. `is_random`: the weights are random, and not those of the files."""
-        self._files, self._config, self._device = files, config, torch.device(engine.device.device)
+        self._files, self._config, self._device = files, config, torch_device(engine.device.device)
         self._seed = engine.scheduler.seed if is_random else None
         self._has_graphs = self._device.type == "cuda" and not engine.device.enforce_eager
         self._memory = _make_memory(engine, self._device)

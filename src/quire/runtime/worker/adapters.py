@@ -17,6 +17,7 @@ from quire.runtime.accelerator import dependent_rows
 from quire.runtime.adapters.reader import AdapterReader
 from quire.runtime.adapters.slots import AdapterSlots
 from quire.runtime.adapters.store import AdapterStore
+from quire.runtime.device import torch_device
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.layers.step import AdaptedRows, AdapterStep, AdapterTiles, group_slots
 from quire.runtime.layers.weights import Placement
@@ -126,7 +127,7 @@ def make_adapters(
     """Allocate the adapter slots on the device. Returns None if the config has no adapters."""
     if config.adapters is None:
         return None
-    device = torch.device(config.device.device)
+    device = torch_device(config.device.device)
     placement = Placement(TORCH_DTYPES[config.device.dtype], device)
     dependent = dependent_rows(device) if kernels == "triton" else 0
     slots = AdapterSlots(model, config.adapters, placement, kernels, dependent_rows=dependent)

@@ -13,6 +13,7 @@ from quire.config.attention_memory import scratch_tokens
 from quire.config.engine import EngineConfig, row_buckets, token_buckets
 from quire.config.kv_cache import lay_out, stored_specs
 from quire.config.model import ModelConfig
+from quire.runtime.device import torch_device
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.models.build import Model
@@ -77,7 +78,7 @@ def make_parts(
 ) -> WorkerParts:
     """Build the components of a worker. Allocates all rows and, unless `cache` is given, the KV cache. `model_config`
     is that of this rank."""
-    device = torch.device(config.device.device)
+    device = torch_device(config.device.device)
     capacity = config.scheduler.max_model_len + 1  # one more for the last token of a sequence of full length
     num_windows = config.cache.groups.num_window_blocks
     row_shape = (
@@ -135,7 +136,7 @@ def _make_cache(backend: Any, model_config: ModelConfig, config: EngineConfig, r
         from quire.runtime.worker.device_cache import DeviceCache
 
         make = DeviceCache
-    kv_dtype, device = TORCH_DTYPES[config.device.kv_dtype], torch.device(config.device.device)
+    kv_dtype, device = TORCH_DTYPES[config.device.kv_dtype], torch_device(config.device.device)
     cache, heads = config.cache, model_config.heads
     if cache.layout == "virtual":
         num_rows, capacity, block_size, *_ = row_shape

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import EngineConfig
+from quire.runtime.device import torch_device
 from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.step import sent_beside
 from quire.runtime.models.build import Model
@@ -33,7 +34,7 @@ from quire.types.step import Ints, Masks, NewRow, StepPlan
 
 def make_link(config: EngineConfig, ranks: Ranks) -> StageLink | None:
     """Return the connection of this rank to the stages before and after it. None: there is one stage."""
-    return None if ranks.place.config.pipeline == 1 else StageLink(ranks, torch.device(config.device.device))
+    return None if ranks.place.config.pipeline == 1 else StageLink(ranks, torch_device(config.device.device))
 
 
 class StageStreams:

@@ -68,12 +68,13 @@ def run_quantize(args: argparse.Namespace) -> int:
     """Quantize a model. Raises QuireError for a model or settings that cannot be quantized."""
     import torch
 
+    from quire.runtime.device import torch_device
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.loading.resolve import resolve_model
     from quire.runtime.models.registry import check_generates
     from quire.runtime.quantized_checkpoints.checkpoint import Recipe, write_quantized
 
-    device = torch.device(_choose_device(args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    device = torch_device(_choose_device(args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0))
     files = resolve_model(args.model)
     check_generates(read_model_config(files).architecture)
     texts = [] if args.calibration is None else _read_texts(args)

@@ -41,6 +41,7 @@ from quire.serving.process.control import (
     Fatal,
     Stop,
 )
+from quire.serving.process.lazy_methods import lazy_methods
 from quire.serving.process.link import EngineReady, ModelSizes
 from quire.types.adapters import AdapterInfo
 from quire.types.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError
@@ -95,7 +96,7 @@ def run_engine(arguments: list[str], load: Load, prepare: Callable[[], None] = l
 
 def import_ahead() -> None:
     """Import what every model needs, before the configuration is known."""
-    with suppress(ImportError), find_modules_of_frames():  # loading reports what is missing
+    with suppress(ImportError), find_modules_of_frames(), lazy_methods():  # loading reports what is missing
         from quire.runtime.executor.single import SingleExecutor  # noqa: F401
         from quire.serving.assembly import plan_model  # noqa: F401
     gc.freeze()  # the garbage collector need not scan the imports again

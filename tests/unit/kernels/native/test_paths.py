@@ -22,8 +22,8 @@ REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[4]
 KERNELS = (
-    "panels", "int8_panels", "shared_factors", "super_blocks", "tiles", "low_rank", "delta", "mamba", "program",
-    "attention",
+    "panels", "int8_panels", "shared_factors", "super_blocks", "tiles", "low_rank", "delta", "mamba", "selective",
+    "program", "attention",
 )  # fmt: skip
 TESTS = [f"test_{name}.py" for name in KERNELS]
 # registers that no baseline CPU has, and instructions of one path that the path below must not have

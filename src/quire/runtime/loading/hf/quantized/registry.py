@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from quire.runtime.loading.hf.quantized.method import Method
 
 KEYS = ("quantization_config", "compression_config")  # keys of config.json; the second is an old name
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes")  # values of `quant_method`
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "bitnet")  # values of `quant_method`
 
 
 def method_name(config: Fields) -> str | None:
@@ -30,6 +30,7 @@ def read_method(config: Fields) -> Method | None:
     given = next(config.raw(key) for key in KEYS if config.raw(key) is not None)
     assert isinstance(given, dict)
     from quire.runtime.loading.hf.quantized.awq import Awq
+    from quire.runtime.loading.hf.quantized.bitnet import BitNet
     from quire.runtime.loading.hf.quantized.bitsandbytes import BitsAndBytes
     from quire.runtime.loading.hf.quantized.compressed_tensors import CompressedTensors
     from quire.runtime.loading.hf.quantized.float8 import Float8
@@ -37,8 +38,8 @@ def read_method(config: Fields) -> Method | None:
 
     prefix = "quantization_config."
     own = Fields(config.file, {prefix + key: value for key, value in given.items()}, prefix)
-    methods: dict[str, type[Gptq | Awq | CompressedTensors | Float8 | BitsAndBytes]] = {
-        each.name: each for each in (Gptq, Awq, CompressedTensors, Float8, BitsAndBytes)
+    methods: dict[str, type[Gptq | Awq | CompressedTensors | Float8 | BitsAndBytes | BitNet]] = {
+        each.name: each for each in (Gptq, Awq, CompressedTensors, Float8, BitsAndBytes, BitNet)
     }
     method = methods[name](own)
     method.has_cache_scheme = own.raw("kv_cache_scheme") is not None
