@@ -96,7 +96,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._raw_bytes += len(data)
             if self._raw_bytes > self.limits["header_bytes"]:
                 self._refuse_head()
-        if not self._is_full and not self.transport.is_closing():
+                return
+        if not self.transport.is_closing():
             self._idle_bytes += len(data)
             self._parse(data)
             if not self._in_head and self._idle_bytes > self.limits["header_bytes"]:

@@ -141,7 +141,7 @@ class ClientConnection(asyncio.Protocol):
         if self._next_wait and not self._is_refused:  # the request is incomplete
             self._expect_by(self._limits[self._next_wait])
             self._next_wait = ""
-        if not self._in_head and not self._is_full and self._idle_bytes > self._limits["header_bytes"]:
+        if not self._in_head and not self._is_refused and self._idle_bytes > self._limits["header_bytes"]:
             self._transport.abort()
 
     def pause_writing(self) -> None:
