@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
 from quire.config.vision import FEWEST_TOKENS, ImageLimits
@@ -35,7 +37,7 @@ _ENTRY = 64  # bytes of one position in addition to its pairs
 _RANK = 4  # the same for prompt positions, which are in one table
 _TOKEN = 5  # most bytes of a token id
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
-_MAX_INT32 = 2**31 - 1
+_MAX_INT32, _MAX_UINT64 = 2**31 - 1, 2**64 - 1
 
 
 # ------------------------------------------------------------------------------------------------- checks
@@ -71,7 +73,8 @@ def check_request(
     if request.priority and config.policy != "priority":
         reason = f"means nothing to the {config.policy!r} policy"
         raise InvalidRequest("priority", reason, 'leave it out or use policy="priority"')
-    check_vocabulary("prompt", request.prompt_token_ids, vocab_size)
+    if np.maximum.reduce(np.frombuffer(request.prompt_token_ids, np.uint32)) >= vocab_size:  # a negative id is higher
+        check_vocabulary("prompt", request.prompt_token_ids, vocab_size)
     if request.images or config.images is not None:
         check_images(request, config.images)
     if request.rules.bad_words:
@@ -348,9 +351,9 @@ def _seed_for(request: Submit, engine_seed: int, ordinal: int) -> int:
     """Return the request's seed, or one derived from the engine's seed and the ordinal of the request (splitmix64)."""
     if request.sampling.seed is not None:
         return request.sampling.seed
-    mixed = (engine_seed + (ordinal + 1) * _GOLDEN) % 2**64
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+    mixed = (engine_seed + (ordinal + 1) * _GOLDEN) & _MAX_UINT64
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _MAX_UINT64
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _MAX_UINT64
     return mixed ^ (mixed >> 31)
 
 

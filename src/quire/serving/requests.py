@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
+from operator import countOf
 from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
 
 from quire.serving.process.grammar_check import GrammarChecker
@@ -222,7 +223,7 @@ def _text_or_none(text: object) -> str | None:
 
 def _read_ids(ids: Sequence[object], where: str) -> tuple[int, ...]:
     tokens = tuple(ids)
-    if set(map(type, tokens)) <= {int}:  # nearly always true, and faster than the loop
+    if countOf(map(type, tokens), int) == len(tokens):  # nearly always true, and faster than the loop
         return tokens  # type: ignore[return-value]
     read = []
     for token in tokens:

@@ -190,7 +190,7 @@ class Prefill:
         preempted for them."""
         scheduler, rows = self._scheduler, self._scheduler.rows
         waiting, running, policy = scheduler.waiting, scheduler.running, scheduler.policy
-        while waiting.num_ready:
+        while waiting.ready:
             group, obstacle = self._choose_or_defer(builder)
             if group is None:
                 self._stopped_step, self._stopped_for = scheduler.num_plans, obstacle

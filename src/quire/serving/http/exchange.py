@@ -136,6 +136,18 @@ class Exchange:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
+    async def pass_on(self, handler: AsgiHandler, body: bytes) -> None:
+        """Have another endpoint's handler answer this request, whose body, already read here, is `body`."""
+        unread = [body]
+
+        async def receive() -> MutableMapping[str, Any]:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            return await self._receive()
+
+        self.has_started = True  # the other handler also replies with the errors
+        await handler(self.scope, receive, self._send)
+
     async def until_gone(self) -> None:
         """Wait until the client disconnects. Call it only after the body has been read."""
         while (await self._receive())["type"] != "http.disconnect":

@@ -15,6 +15,7 @@ from quire.serving.http.endpoints.foreign_embeddings import FOREIGN_EMBEDDINGS
 from quire.serving.http.endpoints.fork import FORK
 from quire.serving.http.endpoints.generate import GENERATE
 from quire.serving.http.endpoints.input_tokens import INPUT_TOKENS
+from quire.serving.http.endpoints.invocations import INVOCATIONS
 from quire.serving.http.endpoints.llama_cpp import LLAMA_CPP
 from quire.serving.http.endpoints.ollama import OLLAMA, ROOT
 from quire.serving.http.endpoints.pages import PAGES
@@ -44,6 +45,7 @@ _DESCRIBED: tuple[Endpoint, ...] = (
     *SGLANG,
     *TGI,
     *FOREIGN_EMBEDDINGS,
+    INVOCATIONS,
     *FILES,
     *batch_endpoints((CHAT, COMPLETIONS, RESPONSES[0], GENERATE, EMBEDDINGS[0])),
     *PAGES,

@@ -41,8 +41,10 @@ def take_structure(given: Parameters) -> str:
         given["structured_outputs"] = given[name]
     if not asked:
         return ""
-    is_schema = asked[0] == "response_format" and given["structured_outputs"].structural_tag is None
-    return "response_format.json_schema.schema" if is_schema else asked[0]
+    structure = given["structured_outputs"]
+    if asked[0] != "response_format" or structure.structural_tag is not None:
+        return asked[0]
+    return "response_format.json_schema.schema" if structure.regex is None else "response_format.value"
 
 
 def read_sampling(
