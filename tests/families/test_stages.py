@@ -41,8 +41,8 @@ CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "qwen3_5_moe_text": HYBRID,
 }
 WITH_IMAGES = (
-    "cohere2_vision", "glm4v", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm",
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
+    "cohere2_vision", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
+    "mistral3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
 )  # fmt: skip
 
 
