@@ -87,7 +87,7 @@ _ROUTES = f"""\
 | `GET /tokenizer_info` | special tokens, length and chat template of the tokenizer |
 | `GET /props`, `GET /slots` | of llama.cpp: the model's properties; which of the engine's sequences are in use |
 | `GET /get_model_info`, `GET /get_server_info` | of SGLang: the model; the server's version and sizes |
-| `GET /info` | of Text Generation Inference: the model and its lengths |
+| `GET /info` | of Text Generation Inference and Text Embeddings Inference: the model and its lengths |
 | `GET /version` | the version |
 | `GET /metrics` | Prometheus metrics |
 | `GET /openapi.json` | this API as OpenAPI 3.1 |

@@ -23,6 +23,7 @@ from quire.serving.http.endpoints.render import RENDERS
 from quire.serving.http.endpoints.responses.endpoint import RESPONSES
 from quire.serving.http.endpoints.scoring import SCORING
 from quire.serving.http.endpoints.sglang import SGLANG
+from quire.serving.http.endpoints.tei import TEI
 from quire.serving.http.endpoints.tgi import TGI
 from quire.serving.http.endpoints.tokenize import DETOKENIZE, TOKENIZE
 
@@ -44,6 +45,7 @@ _DESCRIBED: tuple[Endpoint, ...] = (
     *LLAMA_CPP,
     *SGLANG,
     *TGI,
+    *TEI,
     *FOREIGN_EMBEDDINGS,
     INVOCATIONS,
     *FILES,
