@@ -107,10 +107,7 @@ class PrefixReuse:
         if self.prefetch is not None and self.prefetch.awaits_files(group, now):
             return self.prefetch.reason
         before = group.hit
-        if before is None:
-            self._look(tree, group)
-        else:
-            self.lookup(group)
+        self.lookup(group)
         is_made_now = group.hit is not before and self._cut is None and not group.request.images
         if is_made_now and self._publisher.next_owner is None:
             return ""
@@ -214,10 +211,9 @@ class PrefixReuse:
         """`attach` for a group of one sequence, without tiers and branches."""
         sequence, tree, match, limit = group.live[0], self._tree, NO_MATCH, 0
         if tree is not None and group.reads_cache:
-            hit = group.hit
+            hit = group.hit  # of this plan, as usual: the tree still holds what `wait_if_pending` has just looked up
             if hit is None or hit.plan != self._plan:
                 hit = self._look(tree, group)
-            # Otherwise the tree still holds it, because `wait_if_pending` has just looked it up.
             match, _, _, _, _, limit = hit
         self._fill_from_tree(sequence, match)
         _, _, num_tokens, partial, _ = match
@@ -306,10 +302,9 @@ class PrefixReuse:
             miss = why_missed(tree, match, group.request, group.live[0].tokens, num_found, now)
             group.ledger.note("missed", now, num_found + 1, "", miss)
         if group.num_cached is None:
-            num_prompt = group.num_prompt
-            group.num_cached = num_hits = num_found if num_found < num_prompt else num_prompt
+            group.num_cached = num_hits = num_found if num_found < group.num_prompt else group.num_prompt
             self.num_hits += num_hits
-            self.num_queries += 0 if tree is None else num_prompt
+            self.num_queries += 0 if tree is None else group.num_prompt
             if loaded:
                 self.tier_hits += loaded
 
@@ -371,8 +366,7 @@ class PrefixReuse:
         """Remove a sequence that loses its row from the indexes of unpublished blocks."""
         if self._tree is not None:
             self._publisher.live.discard(sequence)
-            if woken := self._in_progress.remove(sequence):
-                self.ready += woken
+            self.ready += self._in_progress.remove(sequence)
 
     def forget(self, group: Group) -> None:
         """Forget a group that was admitted or has ended. Idempotent."""
