@@ -185,6 +185,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_in_multiplier": 1.2, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.3,
         "ssm_out_multiplier": 0.4, "pad_token_id": 0,
     },
+    "recurrent_gemma": {
+        "max_position_embeddings": ..., "attention_window_size": 9, "num_key_value_heads": 1, "pad_token_id": 0,
+        "block_types": ["recurrent", "attention", "recurrent"],
+    },
     "lfm2": {
         "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32, "conv_bias": True,
         "pad_token_id": 0,

@@ -81,6 +81,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
     "nemotron_h": Entry("nemotron_h", "NEMOTRON_H", ("NemotronHForCausalLM",), in_gguf=True),
     "falcon_h1": Entry("falcon_h1", "FALCON_H1", ("FalconH1ForCausalLM",), in_gguf=True, gguf_name="falcon-h1"),
+    "recurrent_gemma": Entry("recurrent_gemma", "RECURRENT_GEMMA", ("RecurrentGemmaForCausalLM",)),
     "lfm2": Entry("lfm2", "LFM2", ("Lfm2ForCausalLM",), in_gguf=True),
     "lfm2_moe": Entry("lfm2", "LFM2_MOE", ("Lfm2MoeForCausalLM",), in_gguf=True, gguf_name="lfm2moe"),
     "qwen2_vl": Entry("qwen_vl", "QWEN2_VL", ("Qwen2VLForConditionalGeneration",)),
