@@ -209,6 +209,11 @@ def engine_config(
     )
 
 
+def backend_for(model: ModelConfig, attention: str) -> str:
+    """The attention backend of a model. On a GPU "auto" is Triton, whose kernels do not attend to chosen tokens."""
+    return "gather" if attention == "auto" and DEVICE != "cpu" and model.indexer is not None else attention
+
+
 def with_states(config: EngineConfig, model: ModelConfig, spare: int = 8) -> EngineConfig:
     """With room for a state of each row, and some more, where the model has recurrent layers."""
     if model.recurrent is None:
@@ -281,6 +286,7 @@ class Bench:
         row_kernel: RowKernel | None = None,  # of steps of one row, where it is not the usual one
     ) -> None:
         config = with_states(config, checkpoint.config)
+        attention = backend_for(checkpoint.config, attention)
         config = replace(config, device=replace(config.device, attention_backend=attention))
         builder = LayerBuilder(
             config.device, checkpoint.config.heads, config.cache.block_size, checkpoint.config.local_heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 
-from quire.serving.process.lazy_methods import lazy_methods
+from quire.runtime.lazy_methods import lazy_methods
 
 
 def main(arguments: list[str]) -> int:

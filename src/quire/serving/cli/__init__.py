@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quire.serving.process.lazy_methods import lazy_methods
+from quire.runtime.lazy_methods import lazy_methods
 from quire.serving.process.spawning import Spawned, spawned_engine
 from quire.types.errors import ConfigError, DoesNotFit, InvalidRequest, QuireError
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import sys
 
+from quire.runtime.lazy_methods import lazy_methods
 from quire.runtime.torch_import import defer_modules, import_extensions, open_libraries
-from quire.serving.process.lazy_methods import lazy_methods
 from quire.serving.process.spawning import die_with_parent
 
 

@@ -29,6 +29,7 @@ from quire.engine.process import EngineLoop
 from quire.engine.progress import ProgressRecord
 from quire.engine.transport import EngineSocket
 from quire.observability.logging import set_up_logging
+from quire.runtime.lazy_methods import lazy_methods
 from quire.runtime.torch_import import find_modules_of_frames
 from quire.serving.process.child import EXIT_ENGINE_DEAD, EXIT_FAILED, ProgressReports, enter_child, exit_orphaned
 from quire.serving.process.control import (
@@ -41,7 +42,6 @@ from quire.serving.process.control import (
     Fatal,
     Stop,
 )
-from quire.serving.process.lazy_methods import lazy_methods
 from quire.serving.process.link import EngineReady, ModelSizes
 from quire.types.adapters import AdapterInfo
 from quire.types.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError

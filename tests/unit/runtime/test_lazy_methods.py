@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from quire.serving.process.lazy_methods import lazy_methods
+from quire.runtime.lazy_methods import lazy_methods
 
 is_lazy = pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python 3.13 compiles all methods of a class at once")
 
