@@ -304,7 +304,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo_hybrid": {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "pad_token_id": 0,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16, "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     },
     "olmo3": {

@@ -22,7 +22,7 @@ from quire.runtime.models.hf_config import (
     refuse_other,
 )
 from quire.runtime.models.hf_rope import read_rope
-from quire.runtime.models.olmo import Olmo2Block
+from quire.runtime.models.olmo import Olmo2Attention
 
 _EPS = 1e-5  # of the norms within delta nets
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
@@ -32,27 +32,31 @@ _RENAMED = {
 }
 
 
-class DeltaBlock(nn.Module):
+class HybridBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
-        assert config.recurrent is not None
-        hidden, eps = config.hidden_size, config.norm_eps
-        self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
-        self.linear_attn = build.recurrent.delta_net(hidden, config.recurrent, config.place_of(layer), _EPS)
+        hidden, eps, recurrent = config.hidden_size, config.norm_eps, config.recurrent
+        self._is_recurrent = recurrent is not None and config.is_recurrent(layer)
+        if recurrent is not None and self._is_recurrent:
+            self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
+            self.linear_attn = build.recurrent.delta_net(hidden, recurrent, config.place_of(layer), _EPS)
+        else:
+            self.self_attn = Olmo2Attention(config, layer, build)
+            self.post_feedforward_layernorm = build.rms_norm("post_feedforward_layernorm", hidden, eps)
         self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
         self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=False)
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
-        x.add(self.linear_attn(self.input_layernorm(x), step))
-        x.add(self.mlp(self.post_attention_layernorm(x)))
-
-
-def make_block(config: ModelConfig, layer: int, build: LayerBuilder) -> nn.Module:
-    return (DeltaBlock if config.is_recurrent(layer) else Olmo2Block)(config, layer, build)
+        if self._is_recurrent:
+            x.add(self.linear_attn(self.input_layernorm(x), step))
+            x.add(self.mlp(self.post_attention_layernorm(x)))
+            return
+        x.add(self.post_attention_layernorm(self.self_attn(x.settle(), step)))
+        x.add(self.post_feedforward_layernorm(self.mlp(x.settle())))
 
 
 class OlmoHybrid(Decoder):
-    block = staticmethod(make_block)
+    block = HybridBlock
 
 
 def read_olmo_hybrid(config: Fields) -> ModelConfig:
