@@ -17,7 +17,7 @@ CPU_PATH, CPU_PIN = "QUIRE_CPU_PATH", "QUIRE_CPU_PIN"
 ROW_PROGRAM, CODED_EXPERTS = "QUIRE_ROW_PROGRAM", "QUIRE_CODED_EXPERTS"
 _KNOWN = (CACHE, OFFLINE, API_KEY, ADMIN_KEY, CPU_PATH, CPU_PIN, ROW_PROGRAM, CODED_EXPERTS)
 # Kubernetes sets these in every pod for a service whose name begins with quire
-_OF_KUBERNETES = re.compile(r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
+_OF_KUBERNETES = re.compile(r"(\w+_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -54,7 +54,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 def _check_names(variables: Mapping[str, str]) -> None:
     """Raise ConfigError for a mistyped name: a server would run without the key that its operator set."""
-    unknown = [name for name in variables if name.startswith("QUIRE_") and name not in _KNOWN]
+    unknown = [name for name in variables if name.partition("_")[0] == "QUIRE" and name not in _KNOWN]
     for name in unknown:
         close = [] if _OF_KUBERNETES.fullmatch(name) else get_close_matches(name, _KNOWN, 1, 0.8)
         if close:
