@@ -6,6 +6,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 QUESTION ?= What is the capital of France?
 ARGS ?=# more arguments for quire serve
 PIP_ARGS ?=# more arguments for pip, for example --index-url URL
+GPUS := $(wildcard /dev/nvidiactl /dev/kfd /dev/dxg)
 WORKERS ?= 2# test files that run side by side
 SECONDS ?= 600# that `make cuts` runs
 
@@ -23,6 +24,11 @@ LONG := $(addprefix tests/,browser clients families parity engine/test_groups.py
   $(addprefix http/test_,deaths.py disaggregation.py guides.py hostile_grammars.py processes.py ranks.py ray_serve.py replicas.py schemathesis.py) \
   $(addprefix unit/,kernels/native/test_emulated_paths.py kernels/native/test_paths.py kernels/triton/test_compiling.py runtime/executor runtime/parallel \
   runtime/worker/test_prefill_scratch.py runtime/worker/test_prepare.py runtime/worker/test_stage_graphs.py runtime/worker/test_windows.py serving/process/test_supervisor.py serving/test_coming_from.py))
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+ON_CPU = QUIRE_TEST_DEVICE=$(or $(QUIRE_TEST_DEVICE),cpu) $(PYTEST)
+# Where there is a GPU, tests of models and kernels run on it too, unless QUIRE_TEST_DEVICE names the one device.
+ON_GPU = $(and $(GPUS),$(if $(QUIRE_TEST_DEVICE),,yes))
+GPU_TESTS := $(addprefix tests/,engine kernels unit/kernels unit/runtime)
 BUILT_FROM := pyproject.toml setup.py constraints.txt src/quire/kernels/native/paths.py src/quire/serving/router/native.py \
   $(wildcard $(addprefix src/quire/,kernels/native/*.cpp kernels/native/*.h serving/router/*.cpp serving/router/*.h))
 
@@ -42,10 +48,12 @@ demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
 	@$(BIN)/quire chat "$(QUESTION)"
 
 test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests, all but those of `make test-long`
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(LONG))
+	$(ON_CPU) $(addprefix --ignore=,$(LONG))
+	$(if $(ON_GPU),$(PYTEST) $(addprefix --ignore=,$(LONG)) $(GPU_TESTS))
 
 test-long: $(DEV_STAMP) $(MODEL_STAMP) ## run the rest: model families, parity, browser, clients, guides, attacks, several processes and ranks
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(LONG)
+	$(ON_CPU) $(LONG)
+	$(if $(ON_GPU),$(PYTEST) $(filter tests/families tests/parity tests/engine/% tests/unit/kernels/% tests/unit/runtime/%,$(LONG)))
 
 test-clients: $(CLIENTS)/clients/.installed $(CLIENTS)/clients-openai2/.installed $(MODEL_STAMP) ## run other projects' clients against the server, npm's too where npm is
 	! command -v npm >/dev/null || (cd tests/clients/javascript && npm install --no-package-lock --no-fund --no-audit)

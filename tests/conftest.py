@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if os.environ.get("QUIRE_TEST_DEVICE") == "cpu":  # as on a machine without a GPU, in all processes of a test
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 # how long an example takes says how busy the machine is; the same examples are tried in every run, others with --soak
@@ -54,6 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: takes minutes and states time bounds; only with --soak")
     if _is_soak(config):
         settings.load_profile("search")
+    if os.environ.get("QUIRE_TEST_DEVICE", "cpu") != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("QUIRE_TEST_DEVICE names a GPU, and torch finds none: leave it out")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: Ctrl-C is tested all the same
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get(

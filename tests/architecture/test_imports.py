@@ -35,7 +35,7 @@ SERVER_MODULES = (
     "engine.messages",
     "engine.transport",
     "serving.process.control",
-    "serving.edge_main",
+    "serving.edge",
     "serving.http",
     "serving.process.remote_link",
     "serving.router",
@@ -162,7 +162,7 @@ def test_every_package_has_a_rule() -> None:
         ("import quire.serving.llm", ("transformers", "gguf", *OPTIONAL)),
         ("import quire.serving.router.server", ("torch", "transformers", "huggingface_hub", "ray")),
         (
-            "import quire.serving.edge_main",
+            "import quire.serving.edge",
             ("torch", "transformers", "huggingface_hub", "pydantic", "quire.engine.core"),
         ),
         (SERVE_CONFIG, ("torch", "asyncio", "http.client", "jinja2", "quire.serving.requests")),

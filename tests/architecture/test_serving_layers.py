@@ -14,7 +14,7 @@ LAYERS = (
     f"{ROOT}.http",
     f"{ROOT}.http.generation",
     f"{ROOT}.http.endpoints",
-    f"{ROOT}.edge_main",
+    f"{ROOT}.edge",
     f"{ROOT}.router",
 )
 

@@ -233,4 +233,4 @@ def test_a_twin_goes_on_by_itself_when_the_cache_is_reset_under_it() -> None:
 
 def _ledger(engine: Harness, name: str) -> list[LedgerEntry]:
     group = engine.core._groups.get(name)
-    return group.ledger.entries if group is not None else list(engine.finished[name].ledger)
+    return list(group.ledger.entries if group is not None else engine.finished[name].ledger)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from combinations import PICTURES, Case, CombinationRun, VisionCase, random_combination
+from combinations import PICTURES, Case, Combination, CombinationRun, VisionCase, random_combination
 from family_models import FamilyCase
 from mtp_heads import STORED
 from quire.types.errors import ConfigError
@@ -22,17 +22,13 @@ MEETS = (
     "pause", "sleep", "update_weights",
 )  # fmt: skip
 MOST_SEEDS = 40
+MOST_DRAWS, DRAWS_APART = 20, 10**7  # of one seed
 SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "1"))
 
 
 def play(case: Case, seed: int, folder: Path) -> Counter[str]:
-    """Run one combination. Returns what its crowd met; nothing if the model cannot run with these settings."""
-    number, model = sum(case.name.encode()) * 1_000 + seed, case.checkpoint().config
-    combination = random_combination(number, model, has_head=isinstance(case, FamilyCase) and case.name in STORED)
-    try:
-        run = CombinationRun(case, combination, folder)
-    except ConfigError:
-        return Counter()
+    """Run one combination. Returns what its crowd met."""
+    run, combination = draw(case, sum(case.name.encode()) * 1_000 + seed, folder)
     try:
         run.run()
     except BaseException as error:
@@ -40,6 +36,19 @@ def play(case: Case, seed: int, folder: Path) -> Counter[str]:
         raise
     assert run.met["compared"] > 0
     return run.met
+
+
+def draw(case: Case, number: int, folder: Path) -> tuple[CombinationRun, Combination]:
+    """Draw combinations by seeds that follow from `number`, until the model can run with one."""
+    model, has_head = case.checkpoint().config, isinstance(case, FamilyCase) and case.name in STORED
+    refused: list[str] = []
+    while len(refused) < MOST_DRAWS:
+        combination = random_combination(number + len(refused) * DRAWS_APART, model, has_head=has_head)
+        try:
+            return CombinationRun(case, combination, folder / str(len(refused))), combination
+        except ConfigError as error:
+            refused.append(str(error))
+    raise AssertionError(f"every combination was refused: {refused}")
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

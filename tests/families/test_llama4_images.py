@@ -19,6 +19,7 @@ from quire.runtime.loading.hf.config import hf_model_config
 from quire.types.errors import ModelLoadError
 from quire.types.images import PromptImage
 from tiled_models import ComparedWithTransformers, TiledCase, answers, noise, normalized
+from tiny_models import DEVICE
 from vision_models import IMAGE, TEXT, write_changed
 
 transformers = pytest.importorskip("transformers")
@@ -60,7 +61,7 @@ class TestFamily(ComparedWithTransformers):
             seen = case.model.vision_model(pixel_values=pixels).last_hidden_state
             wanted = case.model.multi_modal_projector(seen)
             tiles = torch.cat([torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8) for image in asked.images])
-            found = tower(tiles.view(-1, 24, 24, 3))
+            found = tower(tiles.view(-1, 24, 24, 3).to(DEVICE)).cpu()
         torch.testing.assert_close(found, wanted.view(found.shape), rtol=1e-4, atol=1e-4)
 
 

@@ -1,4 +1,5 @@
-"""Qwen2-VL to Qwen3.5 and GLM-4.1V with images against transformers: towers, positions of three axes, cut prompts."""
+"""Qwen2-VL to Qwen3.5, GLM-4.1V and GLM-4.5V with images against transformers: towers, positions of three axes, cut
+prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tiny_models import DEVICE, Bench, engine_config
 from vision_models import VISION, VisionPrompt, check_logits, picture, prompt_of, vision_model, vision_reference
 
 pytest.importorskip("transformers")
-FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"]
+FAMILIES = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"]
 COUNT = 4
 PROMPTS = [
     prompt_of([5, 9, 11], picture(3, 5), [7, 30, 8]),
@@ -129,7 +130,7 @@ def test_an_image_with_too_few_pixels_fails_its_own_row(case: Case) -> None:
 def test_how_images_are_prepared_is_read_where_transformers_reads_it(case: Case, tmp_path: Path) -> None:
     """An object of processor_config.json counts before preprocessor_config.json, which older versions write."""
     shutil.copy(case.folder / "config.json", tmp_path)
-    unit, frames = VISION.patch * VISION.merge, 2 if case.family == "glm4v" else 1  # for which GLM's sizes are
+    unit, frames = VISION.patch * VISION.merge, 2 if case.family.startswith("glm4v") else 1  # for which GLM's sizes are
     old, new = ({"size": {"shortest_edge": 4 * unit**2, "longest_edge": most * unit**2}} for most in (50, 60))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(old))
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2VLProcessor"}))

@@ -34,6 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [0, 2]},
     "nemotron_h": {"hybrid_override_pattern": "M**-"},
     "nemotron_h-moe": {"hybrid_override_pattern": "ME*E*"},
+    "recurrent_gemma": {"num_hidden_layers": 4, "block_types": ["recurrent", "attention"]},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", FULL] * 2},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": [FULL, "conv"] * 2},
     "qwen3_next": HYBRID,
@@ -41,8 +42,8 @@ CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "qwen3_5_moe_text": HYBRID,
 }
 WITH_IMAGES = (
-    "cohere2_vision", "glm4v", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "smolvlm",
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
+    "cohere2_vision", "glm4v", "glm4v_moe", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
+    "mistral3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
 )  # fmt: skip
 
 

@@ -119,6 +119,10 @@ def test_what_cannot_be_embedded_is_refused_by_name(
     assert (error["code"] == "context_length_exceeded") == ("the most are" in words)
 
 
+def test_the_path_of_sagemaker_embeds(encoder: EncoderServer) -> None:
+    assert vectors(encoder.post("/invocations", {"input": "abc"})) == [vector(ids("abc"))]
+
+
 def test_a_long_text_is_cut_when_asked(encoder: EncoderServer) -> None:
     body = {"input": "x" * (LENGTH + 1), "truncate_prompt_tokens": -1}
     assert vectors(encoder.post(EMBED, body)) == [vector(ids("x" * LENGTH))]

@@ -44,7 +44,7 @@ def run(server: TestServer, command: list[str], **options: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-@pytest.mark.parametrize("block", CURL, ids=["anthropic", "ollama", "sglang", "tgi"])
+@pytest.mark.parametrize("block", CURL, ids=["anthropic", "ollama", "sglang", "tgi", "sagemaker"])
 def test_an_example_with_curl_is_answered(server: TestServer, block: str) -> None:
     each = [f"curl{part}" for part in block.replace(WRITTEN, server.url).split("curl")[1:]]
     answers = [run(server, ["sh", "-e", "-c", command]) for command in each]

@@ -101,6 +101,11 @@ def test_the_official_client_asks_for_json(server: TestServer) -> None:
         {"guided_json": SCHEMA, "structured_outputs": {"json": SCHEMA}},  # for old and new servers at once
         {"guided_choice": ['{"n": 12}', "no"]},
         {"response_format": FORMAT},
+        {
+            "response_format": {"type": "json_object", "value": SCHEMA}
+        },  # as Hugging Face's InferenceClient writes FORMAT
+        {"response_format": {"type": "json", "value": SCHEMA}},
+        {"response_format": {"type": "regex", "value": r"\{\"n\": [0-9]+\}"}},
     ],
 )
 def test_every_way_to_ask_is_taken_by_completions_too(server: TestServer, fields: dict[str, Any]) -> None:
@@ -113,6 +118,11 @@ def test_every_way_to_ask_is_taken_by_completions_too(server: TestServer, fields
     ("fields", "param"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json"}}, "response_format.value"),
+        ({"response_format": {"type": "json_object", "value": "x"}}, "response_format.value"),
+        ({"response_format": {"type": "json_object", "value": SCHEMA, "schema": SCHEMA}}, "response_format.value"),
+        ({"response_format": {"type": "regex"}}, "response_format.value"),
+        ({"response_format": {"type": "regex", "value": "("}}, "response_format.value"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
          "response_format.json_schema.schema"),

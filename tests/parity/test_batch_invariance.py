@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cut_models import CutModel
+from devices import DEVICE
 from parity_prompts import LONG, SHORT
 from quire import LLM, SamplingParams
 from quire.kernels.native.loader import why_not_native
@@ -28,7 +29,7 @@ REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL)),
-    pytest.mark.skipif(os.environ.get("QUIRE_TEST_DEVICE", "cpu") != "cpu", reason="for CPUs"),
+    pytest.mark.skipif(DEVICE != "cpu", reason="for CPUs"),
 ]
 WHOLE = os.environ.get("QUIRE_TEST_WHOLE") == "1"
 BATCH = 64

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from devices import DEVICE
 from parity_prompts import SHORT
 from quire.config.arguments import EngineArguments
 from quire.engine.core import EngineCore
@@ -27,7 +28,6 @@ from tiny_models import VOCAB, tiny_config, transformers_model
 
 pytest.importorskip("transformers")
 
-DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 WHOLE = os.environ.get("QUIRE_TEST_WHOLE") == "1"
 RULES = [
     BeamRules(1),

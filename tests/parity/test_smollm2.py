@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from devices import DEVICE
 from parity_prompts import ALL, LONG, SHORT
 from quire import LLM, SamplingParams
 from quire.runtime.loading.resolve import ModelFiles
@@ -18,7 +19,6 @@ from quire.serving.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.model
 
-DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 WHOLE = os.environ.get("QUIRE_TEST_WHOLE") == "1"
 PROMPTS = ALL if WHOLE else [*SHORT[::3], *LONG]
 NEW_TOKENS = 64 if WHOLE else 16

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from devices import DEVICE
 from parity_prompts import LONG, SHORT
 from quire import LLM, SamplingParams
 
 pytestmark = pytest.mark.model
 
-DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 WHOLE = os.environ.get("QUIRE_TEST_WHOLE") == "1"
 NUM, USED = 4, 2
 NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}

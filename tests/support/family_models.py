@@ -78,6 +78,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(COMMON, ...), "vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 3,
         "max_seq_len": 512, "bos_token_id": 1, "eos_token_id": 2, "attn_config": {"clip_qkv": 2.0},
     },
+    "codegen": {
+        "n_inner": 96, "n_positions": 512, "n_ctx": 512, "rotary_dim": 8, "num_key_value_heads": ...,
+        "intermediate_size": ..., "max_position_embeddings": ...,
+    },
+    "dbrx": {
+        **dict.fromkeys(COMMON, ...), "vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 3,
+        "max_seq_len": 512, "bos_token_id": 1, "eos_token_id": 2,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10_000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True, "pad_token_id": 0},
     "cohere2": {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2, "pad_token_id": 0},
     "cwm": {
@@ -174,6 +184,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_multipliers": [0.8, 0.6], "key_multiplier": 0.7, "attention_out_multiplier": 0.9,
         "attention_in_multiplier": 1.2, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.3,
         "ssm_out_multiplier": 0.4, "pad_token_id": 0,
+    },
+    "recurrent_gemma": {
+        "max_position_embeddings": ..., "attention_window_size": 9, "num_key_value_heads": 1, "pad_token_id": 0,
+        "block_types": ["recurrent", "attention", "recurrent"],
     },
     "lfm2": {
         "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32, "conv_bias": True,
@@ -275,6 +289,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": SIGLIP, "alignment_intermediate_size": 24,
     },
     "glm4v": {"vision_config": {**TOWERS["glm4v"]}, **VISION_TOKENS, **TEXTS["glm4v"]},
+    "glm4v_moe": {"vision_config": {**TOWERS["glm4v_moe"]}, **VISION_TOKENS, **TEXTS["glm4v_moe"]},
     "smolvlm": SMOL,
     "idefics3": SMOL,
     "nanochat": {"head_dim": 16},
@@ -367,7 +382,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CASES = CONFIGS | VARIANTS
-NESTED = ("glm4v", "qwen3_vl", "qwen3_vl_moe")  # transformers takes settings of their decoders only as `text_config`
+NESTED = (
+    "glm4v",
+    "glm4v_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)  # transformers takes settings of their decoders only as `text_config`
 _OUTER = {"vision_config", "tie_word_embeddings", *VISION_TOKENS}
 NUM_TOKENS = 12  # of every answer
 

@@ -24,7 +24,7 @@ from quire.config.server import ModelSource, ServerConfig
 from quire.engine.core import EngineCore
 from quire.serving.dispatch.dispatcher import Dispatcher
 from quire.serving.dispatch.observer import Observer
-from quire.serving.edge_main import EdgeServer, http_config
+from quire.serving.edge import EdgeServer, http_config
 from quire.serving.http.endpoints.app import build_app
 from quire.serving.http.limits import Limits
 from quire.serving.http.service import ModelText, Service

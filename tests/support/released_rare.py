@@ -26,6 +26,12 @@ RARE: dict[str, Settings] = {
         "max_position_embeddings": 4096, "quantization_config": {"quant_method": "bitnet", "linear_class":
         "autobitlinear", "quantization_mode": "offline"}, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
         "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True},
+    "codegen-350M-mono": {
+        "architectures": ["CodeGenForCausalLM"], "model_type": "codegen", "activation_function": "gelu_new",
+        "attn_pdrop": 0.0, "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 50256, "gradient_checkpointing": False,
+        "layer_norm_epsilon": 1e-05, "n_ctx": 2048, "n_embd": 1024, "n_head": 16, "n_inner": None, "n_layer": 20,
+        "n_positions": 2048, "resid_pdrop": 0.0, "rotary_dim": 32, "scale_attn_weights": True, "tie_word_embeddings":
+        False, "use_cache": True, "vocab_size": 51200},
     "gemma-3n-E2B-it": {
         "architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "eos_token_id": [1, 106],
         "text_config": {

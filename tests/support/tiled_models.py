@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from quire.serving.vision.image_reader import ImageReader, place_images
 from quire.types.images import PromptImage, shown_together
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
+from tiny_models import DEVICE
 from vision_models import IMAGE
 from worker_executor import TinyEngine
 
@@ -66,7 +68,11 @@ class TiledCase:
         return ImageLimits(self.grid, max_images=4, max_kept_tokens=0)
 
     def engine(self, **settings: Any) -> TinyEngine:
+        """Blocks divide the chunks that the model attends within, if there are any."""
         checkpoint = open_checkpoint(files_at(self.folder))
+        if checkpoint.config.has_chunks and "block_size" in settings:
+            sizes = (size for size in checkpoint.config.windows if size is not None)
+            settings["block_size"] = gcd(settings["block_size"], *sizes)
         return TinyEngine(checkpoint, None, **{"images": self.limits, "max_len": 512, "num_blocks": 256, **settings})
 
     def asked(self, *parts: Any) -> Asked:
@@ -121,7 +127,8 @@ def answers(made: TinyEngine, *asked: Asked, count: int = COUNT) -> list[list[in
     for name, each in zip(names, asked, strict=True):
         made.core.submit(Submit(name, each.tokens, params, TokenRules(), images=each.images))
     made.run()
-    assert [made.finished[name].error for name in names] == [None] * len(names)
+    errors = [error for name in names if (error := made.finished[name].error)]
+    assert not errors, errors
     return [list(made.finished[name].samples[0].token_ids) for name in names]
 
 
@@ -144,9 +151,9 @@ def check_towers(case: TiledCase, tower: Any) -> None:
         asked = case.asked(noise(*size))
         with torch.no_grad():
             wanted = case.model.model.get_image_features(**case.inputs(asked)).pooler_output
-            tiles = [tower(pixels_of(image, case.vision)) for image in asked.images]
+            tiles = [tower(pixels_of(image, case.vision).to(DEVICE)) for image in asked.images]
         joined = [tower.join(each, image.size) for each, image in zip(tiles, asked.images, strict=True)]
-        found, wanted = torch.cat(joined), wanted if isinstance(wanted, Tensor) else torch.cat(list(wanted))
+        found, wanted = torch.cat(joined).cpu(), wanted if isinstance(wanted, Tensor) else torch.cat(list(wanted))
         assert len(found) == sum(image.num_placeholders for image in asked.images)
         scaled = wanted.reshape(found.shape) * case.vision.vector_scale
         torch.testing.assert_close(found, scaled, rtol=1e-4, atol=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from devices import DEVICE
 from quire.config.adapters import AdapterConfig
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out, stored_specs
@@ -45,7 +45,6 @@ from quire.types.step import (
 )
 
 VOCAB = 97
-DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 
 
 @dataclass
@@ -210,6 +209,11 @@ def engine_config(
     )
 
 
+def backend_for(model: ModelConfig, attention: str) -> str:
+    """The attention backend of a model. On a GPU "auto" is Triton, whose kernels do not attend to chosen tokens."""
+    return "gather" if attention == "auto" and DEVICE != "cpu" and model.indexer is not None else attention
+
+
 def with_states(config: EngineConfig, model: ModelConfig, spare: int = 8) -> EngineConfig:
     """With room for a state of each row, and some more, where the model has recurrent layers."""
     if model.recurrent is None:
@@ -282,6 +286,7 @@ class Bench:
         row_kernel: RowKernel | None = None,  # of steps of one row, where it is not the usual one
     ) -> None:
         config = with_states(config, checkpoint.config)
+        attention = backend_for(checkpoint.config, attention)
         config = replace(config, device=replace(config.device, attention_backend=attention))
         builder = LayerBuilder(
             config.device, checkpoint.config.heads, config.cache.block_size, checkpoint.config.local_heads
@@ -462,6 +467,10 @@ def greedy_reference(model: torch.nn.Module, prompt: Sequence[int], count: int) 
         for _ in range(count):
             begin = len(tokens) - fed.shape[1]  # transformers' Bamba counts positions from 0 in every call
             own = {"position_ids": begin + torch.arange(fed.shape[1])[None]} if _is_bamba(model) else {}
+            if getattr(model.config, "model_type", None) == "recurrent_gemma":  # returns no cache
+                logits.append(model(torch.tensor([tokens]), use_cache=False).logits[0, -1])
+                tokens.append(int(logits[-1].argmax()))
+                continue
             key = "cache_params" if hasattr(model, "backbone") else "past_key_values"  # of Mamba
             out = model(fed, **{key: cache}, use_cache=True, **own)
             cache = out[key]

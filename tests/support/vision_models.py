@@ -94,6 +94,10 @@ TOWERS: dict[str, dict[str, Any]] = {  # by family
         "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "image_size": 20,
         "out_hidden_size": 64,
     },
+    "glm4v_moe": {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "image_size": 20,
+        "out_hidden_size": 64,
+    },
     "smolvlm": SMOL_TOWER,
     "idefics3": SMOL_TOWER,
     "qwen3_5": {**QWEN3_TOWER, "depth": 2},
@@ -116,6 +120,11 @@ TEXTS: dict[str, dict[str, Any]] = {  # what their decoders say besides TEXT
     "mistral3": {"head_dim": 16, "model_type": "mistral", "rope_parameters": None},
     "llava": {"head_dim": 16, "model_type": "mistral", "rope_parameters": None},
     "glm4v": {"head_dim": 16, **HALF_IN_SECTIONS, "pad_token_id": 0},
+    "glm4v_moe": {
+        "head_dim": 16, **HALF_IN_SECTIONS, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
+        "first_k_dense_replace": 1,
+    },
     "smolvlm": {"model_type": "llama", "rope_parameters": None},
     "idefics3": {"model_type": "llama", "rope_parameters": None},
     "qwen3_5": {

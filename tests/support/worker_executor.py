@@ -46,7 +46,7 @@ from quire.types.standby import Tag, WeightUpdate
 from quire.types.step import Masks, StepPlan, StepResult, TokenLogprobs
 from quire.types.transfer import TransferReport
 from staged_executor import load_model, make_staged, sampler_of
-from tiny_models import MemoryCheckpoint, engine_config, with_states, with_windows
+from tiny_models import MemoryCheckpoint, backend_for, engine_config, with_states, with_windows
 
 
 class WorkerExecutor:
@@ -225,6 +225,7 @@ class TinyEngine:
         config = with_states(replace(engine_config(**settings), speculation=speculation), own)
         if speculation is None or speculation.method == "ngram":
             config = with_windows(config, checkpoint.config)
+        attention = backend_for(checkpoint.config, attention)
         config = replace(config, device=replace(config.device, attention_backend=attention))
         if config.adapters is not None:
             config = replace(config, scheduler=replace(config.scheduler, adapter_slots=config.adapters.slots))

@@ -64,7 +64,7 @@ def resolve_adapters(
         if type(value) is not int or value < 1 or (most is not None and value > most):
             limit = f"in [1, {most}]" if most is not None else "of at least 1"
             raise ConfigError(name, f"must be a whole number {limit}, got {value!r}", "choose another")
-    num_slots = slots or DEFAULT_SLOTS
+    num_slots = slots or min(DEFAULT_SLOTS, host_adapters or DEFAULT_SLOTS)
     if host_adapters is not None and host_adapters < num_slots:
         reason = f"is {host_adapters}, below max_loras={num_slots}: adapters on the device are kept in host memory too"
         raise ConfigError("max_cpu_loras", reason, f"set it to {num_slots} or more")

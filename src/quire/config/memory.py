@@ -12,7 +12,7 @@ from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, store
 from quire.config.model import DTYPE_BYTES, Experts, ModelConfig
 from quire.config.rank_model import largest_rank
 from quire.config.sampling_memory import mask_memory, rotary_memory, sampling_memory
-from quire.config.sizes import MIB, at_least, at_most, format_size, format_table
+from quire.config.sizes import MIB, at_least, at_most, describe_shortage, format_size, format_table
 from quire.config.vision import image_bytes
 from quire.config.weight_memory import weight_memory
 from quire.types.errors import DoesNotFit
@@ -147,8 +147,7 @@ class MemoryPlan:
             )
         if self.total <= self.capacity:
             return
-        short = f"{format_size(self.total)} are needed, {format_size(self.capacity)} are available on {self.device}"
-        raise DoesNotFit(*self._largest_saving(short))
+        raise DoesNotFit(*self._largest_saving(describe_shortage(self.total, self.capacity, self.device)))
 
     def host_fix(self, kv_cache: int) -> str | None:
         """Return the change of host_cache_memory that makes room for a KV cache of `kv_cache` bytes on a CPU, or None

@@ -60,6 +60,11 @@ def format_table(lines: Sequence[tuple[str, int, str]]) -> list[str]:
     return [f"  {name:<{wide}}  {size:>{long}}  {note}".rstrip() for name, size, note in rows]
 
 
+def describe_shortage(needed: int, capacity: int, device: str) -> str:
+    """Return the reason why something does not fit into the memory of a device."""
+    return f"{format_size(needed)} are needed, {format_size(capacity)} are available on {device}"
+
+
 def at_least(num_bytes: int) -> str:
     """Format a size as a setting: rounded up to whole MiB."""
     return f"{-(-num_bytes // MIB)}MiB"

@@ -106,9 +106,9 @@ class EngineCore:
     def _accept(self, request: Submit) -> Group:
         """Check a request and make its group. The group joins the queue now, or when its grammar is compiled."""
         asked = self.adapters.resolve(request) if request.adapter or request.adapter_digest else request
-        request = self.pins.pad_prompt(asked)
-        cache, config, vocab_size = self._cache, self._config, self._vocab_size
-        has_text, num_pinned = self._tools.vocabulary is not None, self.pins.num_reserved
+        pins, cache, config, vocab_size = self._scheduler.pins, self._cache, self._config, self._vocab_size
+        request = pins.pad_prompt(asked) if asked.pin else asked
+        has_text, num_pinned = self._tools.vocabulary is not None, pins.num_reserved
         limit = submission.check_request(request, cache, config, vocab_size, has_text=has_text, num_pinned=num_pinned)
         group = submission.make_group(request, self._ordinal, limit, self._next_handle, vocab_size, config.seed)
         group.has_whole_images = config.images is not None and config.images.grid.is_whole
@@ -118,7 +118,7 @@ class EngineCore:
         if request.pin:
             live, chunk = self._groups.values(), config.max_num_batched_tokens
             most = max((submission.most_blocks(each.request, each.limit, cache, chunk) for each in live), default=0)
-            self.pins.reserve(asked, most)
+            pins.reserve(asked, most)
         group.ledger.note("queued", group.arrival, group.num_prompt)
         if request.rules.grammar:
             self._compiling[group] = self._tools.compile(request.rules)

@@ -193,7 +193,7 @@ class EncoderCore:
         entries.append(LedgerEntry("finished", self._clock(), note=reason))
         ends = (SampleEnd(0, (), reason),)
         self._finished.append(
-            Finished(request_id, ends, error=error or None, ledger=tuple(entries), pooled=row)
+            Finished(request_id, ends, error=error or None, events=tuple(entries), pooled=row)
         )  # fmt: skip
         self._counters.finished += 1
 

@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
 from quire.config.vision import FEWEST_TOKENS, ImageLimits
@@ -35,7 +37,7 @@ _ENTRY = 64  # bytes of one position in addition to its pairs
 _RANK = 4  # the same for prompt positions, which are in one table
 _TOKEN = 5  # most bytes of a token id
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
-_MAX_INT32 = 2**31 - 1
+_MAX_INT32, _MAX_UINT64 = 2**31 - 1, 2**64 - 1
 
 
 # ------------------------------------------------------------------------------------------------- checks
@@ -71,7 +73,8 @@ def check_request(
     if request.priority and config.policy != "priority":
         reason = f"means nothing to the {config.policy!r} policy"
         raise InvalidRequest("priority", reason, 'leave it out or use policy="priority"')
-    check_vocabulary("prompt", request.prompt_token_ids, vocab_size)
+    if np.maximum.reduce(np.frombuffer(request.prompt_token_ids, np.uint32)) >= vocab_size:  # a negative id is higher
+        check_vocabulary("prompt", request.prompt_token_ids, vocab_size)
     if request.images or config.images is not None:
         check_images(request, config.images)
     if request.rules.bad_words:
@@ -279,7 +282,8 @@ def make_group(request: Submit, ordinal: int, limit: int, handle: int, vocab_siz
 
 def add_sequences(group: Group, new_table: Callable[[], BlockTable], controller: StepController) -> None:
     """Add the first sequences of a group: one for a beam search, otherwise one for each sample."""
-    count = 1 if group.search is not None else group.request.sampling.num_sequences
+    sampling = group.request.sampling
+    count = 1 if group.search is not None else sampling.best_of or sampling.n
     for index in range(count):
         own = controller if index == 0 or controller is PLAIN else controller.clone()
         handle = NOT_STREAMED if group.is_ranked else group.handle + index
@@ -348,9 +352,9 @@ def _seed_for(request: Submit, engine_seed: int, ordinal: int) -> int:
     """Return the request's seed, or one derived from the engine's seed and the ordinal of the request (splitmix64)."""
     if request.sampling.seed is not None:
         return request.sampling.seed
-    mixed = (engine_seed + (ordinal + 1) * _GOLDEN) % 2**64
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+    mixed = (engine_seed + (ordinal + 1) * _GOLDEN) & _MAX_UINT64
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _MAX_UINT64
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _MAX_UINT64
     return mixed ^ (mixed >> 31)
 
 

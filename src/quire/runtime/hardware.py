@@ -16,7 +16,6 @@ from quire.config.environment import CPU_PATH, CPU_PIN, read_environment
 from quire.config.facts import CudaDevice, HardwareFacts
 from quire.kernels.native.cores import pin_threads
 from quire.kernels.native.loader import (
-    CGROUP,
     LacksPath,
     ask_for_path,
     choose_path,
@@ -26,15 +25,15 @@ from quire.kernels.native.loader import (
 )
 from quire.kernels.native.ops import has_tile_units
 from quire.kernels.native.panels import dot_inputs, level_panels_pay
+from quire.runtime.host_memory import read_host_memory, read_text
 from quire.types.errors import ConfigError
 
 logger = logging.getLogger("quire.runtime")
-_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
 def detect_hardware() -> HardwareFacts:
     """Return the facts about this machine. Constant facts are cached; free memory is read at every call."""
-    total, available = _memory()
+    total, available = read_host_memory()
     return replace(_machine(), total_memory=total, available_memory=available, cuda=_cuda_devices())
 
 
@@ -42,7 +41,8 @@ def detect_hardware() -> HardwareFacts:
 def _machine() -> HardwareFacts:
     """Return all facts except memory and devices."""
     use_cpu_path()
-    cpuinfo, refusal = read_cpuinfo(_read(Path("/proc/cpuinfo"))), why_not_native(torch.float32, torch.device("cpu"))
+    cpuinfo = read_cpuinfo(read_text(Path("/proc/cpuinfo")))
+    refusal = why_not_native(torch.float32, torch.device("cpu"))
     unbuilt = find_unbuilt_path() if refusal is None else None
     return HardwareFacts(
         machine=platform.machine(),
@@ -133,36 +133,6 @@ def read_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
     return name, frozenset((fields.get("flags") or fields.get("features") or "").split())
 
 
-def _memory() -> tuple[int, int]:
-    """Return total and available bytes: the smaller of what the machine has and what the control group allows."""
-    meminfo = {}
-    for line in _read(Path("/proc/meminfo")).splitlines():
-        key, _, value = line.partition(":")
-        meminfo[key] = int(value.split()[0]) * 1024
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = meminfo.get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * page
-    available = meminfo.get("MemAvailable") or os.sysconf("SC_AVPHYS_PAGES") * page
-    for limit_file, usage_file, stat_file in (
-        (CGROUP / "memory.max", CGROUP / "memory.current", CGROUP / "memory.stat"),
-        (
-            CGROUP / "memory/memory.limit_in_bytes",
-            CGROUP / "memory/memory.usage_in_bytes",
-            CGROUP / "memory/memory.stat",
-        ),
-    ):
-        limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
-        if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED:
-            total = min(total, int(limit))
-            available = min(available, max(0, int(limit) - int(usage) + _reclaimable(_read(stat_file))))
-    return total, available
-
-
-def _reclaimable(stat: str) -> int:
-    """Return the bytes of file pages that the kernel frees under memory pressure, from the text of memory.stat."""
-    values = dict(line.split() for line in stat.splitlines() if len(line.split()) == 2)
-    return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
-
-
 def _cuda_devices() -> tuple[CudaDevice, ...]:
     if not torch.cuda.is_available():
         return ()
@@ -172,10 +142,3 @@ def _cuda_devices() -> tuple[CudaDevice, ...]:
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         devices.append(CudaDevice(name, total, free, capability))
     return tuple(devices)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

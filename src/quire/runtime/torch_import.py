@@ -25,6 +25,11 @@ _loading = threading.RLock()  # re-entrant: the module looks up its own names wh
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
+def may_have_gpu() -> bool:
+    """Whether the system has the devices of a GPU's driver. Only torch knows whether it can use one."""
+    return any(map(os.path.exists, _GPU_DEVICES))
+
+
 def import_extensions() -> None:
     """Import the extension modules that an engine needs besides torch's. The system opens one library at a time: after
     `open_libraries`, each of them would wait until torch's library is open."""
@@ -79,7 +84,7 @@ def defer_modules() -> None:
     """Let the next `import torch` skip modules that serving does not need, on machines without a GPU: the Python
     kernels for meta tensors, which take a quarter of the import time, and some that take a fifth. Each is loaded when
     an attribute of it is accessed."""
-    if "torch" not in sys.modules and not any(map(os.path.exists, _GPU_DEVICES)):
+    if "torch" not in sys.modules and not may_have_gpu():
         sys.meta_path.insert(0, _Finder())
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
+from operator import countOf
 from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
 
 from quire.serving.process.grammar_check import GrammarChecker
@@ -222,7 +223,7 @@ def _text_or_none(text: object) -> str | None:
 
 def _read_ids(ids: Sequence[object], where: str) -> tuple[int, ...]:
     tokens = tuple(ids)
-    if set(map(type, tokens)) <= {int}:  # nearly always true, and faster than the loop
+    if countOf(map(type, tokens), int) == len(tokens):  # nearly always true, and faster than the loop
         return tokens  # type: ignore[return-value]
     read = []
     for token in tokens:
@@ -326,10 +327,10 @@ class RequestMaker:
         With `check`, its structured outputs are checked here, which may take a second. Without, the caller checks them
         and adds the grammar. Raises InvalidRequest.
         """
-        extra = params.samplers
-        if extra is not None and extra.uses_dry:
-            return replace(self._rules(params, check=check), dry_breakers=self._breakers(extra.breakers))
-        return self._rules(params, check=check)
+        rules = self._rules(params, check=check)
+        if params.extra is not None and (extra := params.samplers) is not None and extra.uses_dry:
+            return replace(rules, dry_breakers=self._breakers(extra.breakers))
+        return rules
 
     def _breakers(self, texts: tuple[str, ...]) -> tuple[int, ...]:
         """Return the tokens that contain one of DRY's sequence breakers."""
@@ -343,7 +344,8 @@ class RequestMaker:
         return self._token_search.ids_with(texts)
 
     def _rules(self, params: SamplingParams, *, check: bool) -> TokenRules:
-        if not (params.bad_words or params.stop_token_ids or params.ends_by_text or params.structure):
+        is_plain = params.structured_outputs is None and params.repetition_detection is None
+        if is_plain and not (params.bad_words or params.stop_token_ids or params.stop):
             return self._plain_rules[params.ignore_eos]
         bad_words, stops = tuple(params.bad_words or ()), params.stops
         if self._tokenizer is None and (bad_words or params.ends_by_text):

@@ -27,6 +27,7 @@ from quire.simulator.recording import (
 from quire.simulator.run import Outcome, Run, StepRun
 from quire.types.adapters import AdapterInfo
 from quire.types.errors import InvalidRequest, QuireError
+from quire.types.ledger import make_entries
 from quire.types.output import Finished
 from quire.types.request import Abort
 from quire.types.step import Masks, StepPlan, StepResult
@@ -228,7 +229,7 @@ class _Replay:
             return Outcome(ordinal, submitted.request, submitted.at, end.ledger, end.reasons, *counts, end.error)
         if group is None:
             return Outcome(ordinal, submitted.request, submitted.at)
-        ledger = group.ledger.finish(self.run.end, 0, "the recording ends")
+        ledger = make_entries(group.ledger.finish(self.run.end, 0, "the recording ends"))
         outcome = Outcome(ordinal, submitted.request, submitted.at, ledger)
         return replace(outcome, num_preemptions=group.num_preemptions)
 

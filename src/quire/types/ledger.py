@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 LedgerKind = Literal[
@@ -59,3 +60,17 @@ class LedgerEntry(NamedTuple):
     amount: int = 0
     note: str = ""
     miss: PrefixMiss | None = None
+
+
+# The fields of a LedgerEntry, whose note may be missing if it has a `miss`.
+LedgerFields = tuple[LedgerKind, float, int, str, PrefixMiss | None]
+
+
+def make_entries(events: Iterable[LedgerFields]) -> tuple[LedgerEntry, ...]:
+    """Make ledger entries of their fields. The note of an entry with a `miss` is the text of that."""
+    return tuple(
+        [
+            tuple.__new__(LedgerEntry, (kind, at, amount, note if miss is None else miss.text(), miss))
+            for kind, at, amount, note, miss in events
+        ]
+    )

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.types.ledger import LedgerEntry
+from quire.types.ledger import LedgerEntry, LedgerFields, make_entries
 from quire.types.sampling import SamplingParams
 from quire.types.step import Ints, LogprobTable, TokenLogprobs
 
@@ -40,9 +40,14 @@ class Finished(NamedTuple):
     error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    ledger: tuple[LedgerEntry, ...] = ()
+    events: tuple[LedgerFields, ...] = ()  # of its ledger
     refused: str = ""  # the invalid field, if the request was accepted and found invalid later
     pooled: bytes = b""  # float32: one row for each text of a pooling request
+
+    @property
+    def ledger(self) -> tuple[LedgerEntry, ...]:
+        """The ledger of the request. Each call makes its entries: most callers of the offline API read none."""
+        return make_entries(self.events)
 
 
 @dataclass(slots=True)  # not frozen: one is made per step, and a frozen one takes three times as long

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from struct import Struct
 from struct import error as PackError
-from struct import pack
 from typing import TYPE_CHECKING
 
 from quire.types.decoding import BeamRules
@@ -26,9 +27,15 @@ def pack_tokens(tokens: Iterable[int]) -> TokenIds:
     scan. Raises InvalidRequest if a token is not an int32."""
     try:
         known = tokens if isinstance(tokens, tuple | list) else tuple(tokens)
-        return array("i", pack(f"{len(known)}i", *known))  # faster than to convert token by token
+        return array("i", _packer(len(known))(*known))  # faster than to convert token by token
     except (TypeError, PackError):
         raise InvalidRequest("prompt", "holds a token id that is no int32", "send token ids of the model") from None
+
+
+@lru_cache(maxsize=4_096)
+def _packer(count: int) -> Callable[..., bytes]:
+    """Return the function that packs `count` tokens. struct.pack itself remembers 100 formats, and then forgets all."""
+    return Struct(f"{count}i").pack
 
 
 @dataclass(slots=True)  # not frozen: a frozen one of this many fields takes three times as long to make

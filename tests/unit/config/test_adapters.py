@@ -33,6 +33,11 @@ def test_the_scheduler_has_as_many_slots_as_the_device() -> None:
     assert config.scheduler.adapter_slots == 64
 
 
+def test_fewer_adapters_in_host_memory_than_slots_by_default_mean_fewer_slots() -> None:
+    config, _ = resolve_engine_config(EngineArguments(enable_lora=True, max_cpu_loras=2), LAPTOP, SMALL)
+    assert config.adapters == AdapterConfig(2, 16, 2)
+
+
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness import Harness
 from quire.engine.decoding.group import MAX_ENTRIES, Ledger
+from quire.types.ledger import make_entries
 from quire.types.request import Abort
 
 
@@ -104,7 +105,7 @@ def test_a_ledger_is_bounded_and_says_what_it_left_out() -> None:
     ledger = Ledger()
     for number in range(100):
         ledger.note("preempted", float(number))
-    entries = ledger.finish(200.0, 5, "stop")
+    entries = make_entries(ledger.finish(200.0, 5, "stop"))
     assert len(entries) == MAX_ENTRIES
     assert entries[-1].note == "stop; 37 entries were left out"
 
@@ -113,7 +114,7 @@ def test_chunks_that_follow_each_other_share_an_entry_in_a_long_ledger() -> None
     ledger = Ledger()
     for number in range(1_000):
         ledger.note("chunk", float(number), 2)
-    entries = ledger.finish(2_000.0, 0, "stop")
+    entries = make_entries(ledger.finish(2_000.0, 0, "stop"))
     assert len(entries) < MAX_ENTRIES
     assert sum(entry.amount for entry in entries) == 2_000
 

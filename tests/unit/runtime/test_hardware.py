@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.kernels.native import loader
-from quire.runtime import hardware
+from quire.runtime import hardware, host_memory
 from quire.runtime.hardware import detect_hardware, read_cpuinfo
 
 X86 = """processor	: 0
@@ -61,22 +61,22 @@ def test_a_control_groups_limits_count_when_they_are_smaller(tmp_path: Path, mon
         "cpu.max": "100000 100000",
     }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     monkeypatch.setattr(loader, "CGROUP", tmp_path)
-    assert hardware._memory() == (64 * mib, 32 * mib)
+    assert host_memory.read_host_memory() == (64 * mib, 32 * mib)
     assert loader.usable_cores() == 1
 
 
 def test_an_unlimited_control_group_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    total = hardware._memory()[0]
+    total = host_memory.read_host_memory()[0]
     (tmp_path / "memory.max").write_text("max")
     (tmp_path / "memory.current").write_text("1")
     (tmp_path / "cpu.max").write_text("max 100000")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text(str(2**63 - 4096))
     (tmp_path / "memory/memory.usage_in_bytes").write_text("1")
-    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
-    assert hardware._memory()[0] == total
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    assert host_memory.read_host_memory()[0] == total
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from quire.config.server import ModelSource
 from quire.runtime.loading.files import ModelFiles
-from quire.serving import edge_main
+from quire.serving import edge
 from tests.unit.serving.scripted import TOKENIZER
 
 
@@ -18,11 +18,11 @@ def test_the_servers_configuration_decides_the_default_sampling(
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
     files = ModelFiles("m", tmp_path, "hf")
-    monkeypatch.setattr(edge_main, "resolve_model", lambda model, **options: files)
-    monkeypatch.setattr(edge_main, "load_tokenizer", lambda files: TOKENIZER)
+    monkeypatch.setattr(edge, "resolve_model", lambda model, **options: files)
+    monkeypatch.setattr(edge, "load_tokenizer", lambda files: TOKENIZER)
 
     def defaults(**options: object) -> dict[str, object]:
-        texts = edge_main._load_texts(ModelSource(model="m", **options))  # type: ignore[arg-type]
+        texts = edge._load_texts(ModelSource(model="m", **options))  # type: ignore[arg-type]
         texts.checker.close()
         return texts.sampling_defaults.given()
 

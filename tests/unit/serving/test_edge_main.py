@@ -11,7 +11,7 @@ from tests.architecture.source import SOURCE
 
 def test_the_edge_never_imports_torch() -> None:
     program = (
-        f"import json, sys; sys.path.insert(0, {str(SOURCE)!r}); import quire.serving.edge_main; "
+        f"import json, sys; sys.path.insert(0, {str(SOURCE)!r}); import quire.serving.edge; "
         "print(json.dumps(list(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

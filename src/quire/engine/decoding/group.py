@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ from quire.engine.decoding.controller import StepController
 from quire.engine.kvcache.prefix_tree import Match, PrefixTree
 from quire.engine.kvcache.table import BlockTable
 from quire.types.adapters import NO_ADAPTER
-from quire.types.ledger import LedgerEntry, LedgerKind, PrefixMiss
+from quire.types.ledger import LedgerEntry, LedgerFields, LedgerKind, PrefixMiss, make_entries
 from quire.types.output import Finished, FinishReason, SampleEnd
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
@@ -26,7 +25,6 @@ from quire.types.step import Chunk, LogprobTable, TokenLogprobs
 MAX_ENTRIES = 64  # entries of a ledger
 _MERGE_FROM = 32  # from this number of entries on, consecutive chunks are merged into one
 _NO_SCORE = float("-inf")
-_make_entry = partial(tuple.__new__, LedgerEntry)  # faster than LedgerEntry._make
 NOT_STREAMED = -1  # handle of samples that are ranked at their end, whose tokens are not streamed
 
 
@@ -47,18 +45,12 @@ class SequenceState(Enum):
 
 
 class Ticking(Protocol):
-    """An AheadSet, of which only the tick is read."""
+    """The part of an AheadSet that its sequences know."""
 
     tick: int
 
-
-@dataclass(slots=True)
-class RunAhead:
-    """How far a sequence has run ahead. It is computed from the tick of the AheadSet, so no step has to update it."""
-
-    event: int  # the tick at which it joins the AheadSet, or must leave it
-    source: Ticking  # the AheadSet
-    base: int = 0  # computed tokens minus tick
+    def leave(self, sequence: Sequence) -> None:
+        """Remove a sequence."""
 
 
 class Sequence:
@@ -66,8 +58,10 @@ class Sequence:
 
     __slots__ = (
         "ahead",
+        "base",
         "controller",
         "draft",
+        "event",
         "group",
         "handle",
         "index",
@@ -95,7 +89,9 @@ class Sequence:
         self.num_encoded = 0  # the first tokens, whose images the workers have encoded since they know the row
         self.num_readable = 0  # tokens whose keys and values later plans may read
         self.num_swapped = 0  # WAITING: tokens whose blocks were swapped to host memory
-        self.ahead: RunAhead | None = None  # STARTING, AHEAD
+        self.ahead: Ticking | None = None  # STARTING, AHEAD: the AheadSet
+        self.event = 0  # STARTING, AHEAD: the tick at which it joins the AheadSet, or must leave it
+        self.base = 0  # AHEAD: computed tokens minus tick. The tick gives their number, so no step has to count them
         self.draft: tuple[int, ...] = ()  # AWAITING: the draft tokens that the planned step verifies
         self.is_introduced = False  # the workers know its row
         self.synced_tokens = 0  # the first tokens that the workers' row holds; the others must be sent
@@ -118,7 +114,7 @@ class Sequence:
     def num_planned(self) -> int:
         """The current number of computed tokens, valid while AHEAD too."""
         ahead = self.ahead
-        return ahead.source.tick + ahead.base if self.state is SequenceState.AHEAD and ahead else self.num_computed
+        return self.num_computed if self.state is not SequenceState.AHEAD or ahead is None else ahead.tick + self.base
 
     def tokens(self) -> bytes:
         """Return all known tokens as the int32 bytes that key cached blocks."""
@@ -148,18 +144,19 @@ class Ledger:
     __slots__ = ("_entries", "_left_out")
 
     def __init__(self) -> None:
-        self._entries: list[tuple[LedgerKind, float, int, str, PrefixMiss | None]] = []  # the fields of LedgerEntry
+        self._entries: list[LedgerFields] = []
         self._left_out = 0
 
     @property
-    def entries(self) -> list[LedgerEntry]:
+    def entries(self) -> tuple[LedgerEntry, ...]:
         """The entries so far."""
-        return [LedgerEntry(*entry) for entry in self._entries]
+        return make_entries(self._entries)
 
     def note(
         self, kind: LedgerKind, at: float, amount: int = 0, note: str = "", miss: PrefixMiss | None = None
     ) -> None:
-        """Add an entry. Many consecutive chunks become one entry."""
+        """Add an entry. Many consecutive chunks become one entry. `miss`: why no more of the prompt was found in the
+        prefix cache."""
         entries = self._entries
         if len(entries) < _MERGE_FROM:
             entries.append((kind, at, amount, note, miss))
@@ -171,15 +168,11 @@ class Ledger:
         else:
             self._left_out += 1
 
-    def note_miss(self, at: float, miss: PrefixMiss) -> None:
-        """Add the entry that says why no more of the prompt was found in the prefix cache."""
-        self.note("missed", at, miss.num_found + 1, miss.text(), miss)
-
-    def finish(self, at: float, amount: int, note: str) -> tuple[LedgerEntry, ...]:
-        """Return all entries, followed by the end."""
+    def finish(self, at: float, amount: int, note: str) -> tuple[LedgerFields, ...]:
+        """Return the fields of all entries, followed by the end."""
         if self._left_out:
             note = f"{note}; {self._left_out} entries were left out"
-        return tuple(map(_make_entry, [*self._entries, ("finished", at, amount, note, None)]))
+        return (*self._entries, ("finished", at, amount, note, None))
 
 
 NO_VERSION = (0, 0)  # of a pool without windows and states
@@ -192,7 +185,8 @@ class Hit(NamedTuple):
     changes: int  # of the node of `whole`, at the time of the lookup
     plan: int  # the number of the plan for which it was looked up
     whole: Match  # as long or longer: includes cached blocks without their window blocks or states
-    version: tuple[int, int] = NO_VERSION  # of the pool
+    version: tuple[int, int]  # of the pool
+    limit: int  # how many tokens were looked up
 
     def is_held(self, tree: PrefixTree, salt: str) -> bool:
         """Whether the tree still holds the blocks that the lookup found, and nothing was added where they ended."""
@@ -248,18 +242,20 @@ class Group:
     prompt: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.request.prompt_token_ids)
-        pooling, sampling = self.request.pooling, self.request.sampling
+        request = self.request
+        self.num_prompt = len(request.prompt_token_ids)
+        pooling, sampling = request.pooling, request.sampling
         self.num_reusable = self.limit
         if pooling is not None and pooling.kind != "last":
             self.num_reusable = 0
         elif sampling.prompt_logprobs is not None:  # a token's logprob comes from the position before it
             self.num_reusable = max((sampling.prompt_logprobs_start or 0) - 1, 0)
         self.prompt_limit = min(self.num_prompt - 1, self.num_reusable)
-        self.reads_cache, self.cache_root = self.num_reusable > 0, self.request.cache_root
+        self.reads_cache = self.num_reusable > 0
+        self.cache_root = request.cache_root if request.cache_salt or request.adapter_digest else ""
         best_of = sampling.best_of
         self.is_ranked = self.search is not None or (best_of is not None and best_of > sampling.n)
-        self.prompt = self.request.key_tokens
+        self.prompt = request.key_tokens if request.images else request.prompt_token_ids.tobytes()
 
     @property
     def leader(self) -> Sequence:
@@ -299,7 +295,7 @@ class Group:
             samples = self._in_order(samples)
             num_outputs = sum([len(sample.token_ids) for sample in samples])
             reason = ", ".join(dict.fromkeys([sample.finish_reason for sample in samples]))
-        ledger = self.ledger.finish(at, num_outputs, reason if error is None else "error")
+        events = self.ledger.finish(at, num_outputs, reason if error is None else "error")
         fields = (
             self.request.request_id,
             samples,
@@ -307,7 +303,7 @@ class Group:
             error,
             self.num_cached or 0,
             self.num_preemptions,
-            ledger,
+            events,
             invalid_field,
             self.pooled,
         )

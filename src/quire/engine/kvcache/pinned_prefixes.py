@@ -85,13 +85,12 @@ class PinnedPrefixes:
         self.num_reserved = self.num_blocks + windows + reserved
 
     def pad_prompt(self, request: Submit) -> Submit:
-        """Return a request that pins its prompt with the prompt's last token repeated until the last block is full;
-        return other requests unchanged.
+        """Return a request that pins its prompt with the prompt's last token repeated until the last block is full.
 
         Only full blocks are cached, and a lookup matches the first tokens of a block too, so it finds the whole prompt.
         """
         tokens = request.prompt_token_ids
-        if not request.pin or not tokens or isinstance(self._pool, GroupedPool):  # such pools match whole blocks only
+        if not tokens or isinstance(self._pool, GroupedPool):  # such pools match whole blocks only
             return request
         return replace(request, prompt_token_ids=tokens + tokens[-1:] * (-len(tokens) % self._block_size))
 

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 import numpy as np
 
 from quire.engine.decoding.controller import PLAIN
-from quire.engine.decoding.group import Group, RunAhead, Sequence, SequenceState
-from quire.engine.kvcache.table import BlockTable
+from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.types.step import NO_ROWS, Ints
 
 _STARTING, _AHEAD = SequenceState.STARTING, SequenceState.AHEAD  # a member of an Enum is slow to look up
@@ -45,7 +44,7 @@ class AheadSet:
     def start_at(self, sequence: Sequence, tick: int) -> None:
         """Let a sequence run ahead from a tick on. Until then that tick is its event: the scheduler gives the sequence
         a block and calls `join`."""
-        sequence.state, sequence.ahead = _STARTING, RunAhead(tick, self)
+        sequence.state, sequence.ahead, sequence.event = _STARTING, self, tick
         self._events[tick][sequence] = None
 
     def start(self, sequence: Sequence) -> None:
@@ -55,14 +54,13 @@ class AheadSet:
     def join(self, sequence: Sequence) -> None:
         """Add a sequence, at the tick given to `start_at`. Its next event is the tick at which its controller must be
         asked again, or at which it reaches its limit."""
-        row, ahead, computed = sequence.row, sequence.ahead, sequence.num_computed
+        row, computed = sequence.row, sequence.num_computed
         assert row is not None
-        assert ahead is not None
         until = sequence.group.limit - 1
         if sequence.controller is not PLAIN:  # if this raises, nothing has changed
             until = min(until, computed + max(sequence.controller.num_ahead, 1))
-        ahead.base = base = computed - self.tick
-        ahead.event = event = until - base
+        sequence.base = base = computed - self.tick
+        sequence.event = event = until - base
         sequence.state, positions, blocks = _AHEAD, self._position, sequence.table.blocks
         self._events[event][sequence] = None
         self._row_at[len(positions)] = row
@@ -72,17 +70,17 @@ class AheadSet:
 
     def leave(self, sequence: Sequence) -> None:
         """Remove a sequence; its `num_computed` and the tokens of its table are exact from now on. Idempotent."""
-        ahead, row = sequence.ahead, sequence.row
-        if ahead is None:
+        if sequence.ahead is None:
             return
-        if (others := self._events.get(ahead.event)) is not None:
+        if (others := self._events.get(sequence.event)) is not None:
             others.pop(sequence, None)
+        row = sequence.row
         if sequence.state is _AHEAD and row is not None:
-            table = sequence.table
-            sequence.num_computed = computed = self.tick + ahead.base
+            table, base = sequence.table, sequence.base
+            sequence.num_computed = computed = self.tick + base
             if table.num_tokens < computed:
                 table.num_tokens = computed
-            if (full := self._full.get(len(table.blocks) * self._block_size - ahead.base)) is not None:
+            if (full := self._full.get(len(table.blocks) * self._block_size - base)) is not None:
                 full.pop(row, None)
             position, last = self._position.pop(row), len(self._position)
             if position != last:
@@ -109,9 +107,10 @@ class AheadSet:
         block and be scheduled again, or leave."""
         return self._full.pop(self.tick, {})
 
-    def schedule(self, row: int, table: BlockTable, ahead: RunAhead) -> None:
+    def schedule(self, row: int, sequence: Sequence) -> None:
         """Note when the table of a member will be full."""
-        self._full[len(table.blocks) * self._block_size - ahead.base][row] = table.blocks
+        blocks = sequence.table.blocks
+        self._full[len(blocks) * self._block_size - sequence.base][row] = blocks
 
     def append_blocks(self, full: dict[int, list[int]], blocks: list[int]) -> list[int]:
         """Append a block to each of these tables, which are full, and schedule them again, all at the same tick.
@@ -138,13 +137,12 @@ class AheadSet:
 
     def check_member(self, sequence: Sequence) -> None:
         """Assert that a sequence which runs ahead is handled at the right ticks."""
-        ahead, row = sequence.ahead, sequence.row
-        assert ahead is not None
+        row, blocks = sequence.row, sequence.table.blocks
         assert row is not None
-        assert ahead.source is self
-        assert sequence in self._events[ahead.event]
+        assert sequence.ahead is self
+        assert sequence in self._events[sequence.event]
         if sequence.state is _AHEAD:
-            assert self._full[len(sequence.table.blocks) * self._block_size - ahead.base][row] is sequence.table.blocks
+            assert self._full[len(blocks) * self._block_size - sequence.base][row] is blocks
 
 
 class MicroBatches:

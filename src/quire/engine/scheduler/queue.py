@@ -18,24 +18,24 @@ class GroupQueue:
     def __init__(self, key: Callable[[Group], Key]) -> None:
         self._key_of = key
         self._keys: list[Key] = []  # of the groups that are ready, sorted
-        self._ready: list[Group] = []  # in the same order
+        self.ready: list[Group] = []  # the groups that are ready, most urgent first; read-only
         self._deferred: dict[Group, None] = {}
         self.version = 0  # changes whenever a group is added or removed
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._deferred)
+        return len(self.ready) + len(self._deferred)
 
     def __iter__(self) -> Iterator[Group]:
         """Iterate over a copy of all groups, deferred ones included, most urgent first."""
-        return iter(sorted([*self._ready, *self._deferred], key=self._key_of) if self._deferred else self._ready[:])
+        return iter(sorted([*self.ready, *self._deferred], key=self._key_of) if self._deferred else self.ready[:])
 
     @property
     def num_ready(self) -> int:
-        return len(self._ready)
+        return len(self.ready)
 
     def head(self, count: int) -> list[Group]:
         """Return the `count` most urgent groups that are ready."""
-        return self._ready[:count]
+        return self.ready[:count]
 
     def add(self, group: Group) -> None:
         self.version += 1
@@ -43,7 +43,9 @@ class GroupQueue:
 
     def remove(self, group: Group) -> None:
         self.version += 1
-        if self._deferred and group in self._deferred:
+        if self.ready and self.ready[0] is group:  # as usual
+            del self._keys[0], self.ready[0]
+        elif group in self._deferred:
             del self._deferred[group]
         else:
             self._take_out(group)
@@ -63,34 +65,32 @@ class GroupQueue:
 
     def first(self) -> Group | None:
         """Return the most urgent group that is ready."""
-        return self._ready[0] if self._ready else None
+        return self.ready[0] if self.ready else None
 
     def last(self) -> Group | None:
         """Return the least urgent group that is ready."""
-        return self._ready[-1] if self._ready else None
+        return self.ready[-1] if self.ready else None
 
     def _insert(self, group: Group) -> None:
         key, keys = self._key_of(group), self._keys
         if not keys or keys[-1] < key:  # as usual under fcfs
             keys.append(key)
-            self._ready.append(group)
+            self.ready.append(group)
         else:
             position = bisect_left(keys, key)
             keys.insert(position, key)
-            self._ready.insert(position, group)
+            self.ready.insert(position, group)
 
     def _take_out(self, group: Group) -> None:
-        ready, position = self._ready, 0
-        if not ready or ready[0] is not group:
-            position = bisect_left(self._keys, self._key_of(group))
-            if position == len(ready) or ready[position] is not group:
-                raise KeyError(group.request.request_id)
+        ready, position = self.ready, bisect_left(self._keys, self._key_of(group))
+        if position == len(ready) or ready[position] is not group:
+            raise KeyError(group.request.request_id)
         del self._keys[position], ready[position]
 
     def check(self) -> None:
         assert self._keys == sorted(set(self._keys))
-        assert self._keys == [self._key_of(group) for group in self._ready]
-        assert not self._deferred.keys() & set(self._ready)
+        assert self._keys == [self._key_of(group) for group in self.ready]
+        assert not self._deferred.keys() & set(self.ready)
 
 
 class RunningGroups:

@@ -234,12 +234,12 @@ class Scheduler:
             builder.grant(full, ahead_set.append_blocks(full, blocks), blocks)
             return
         for sequence in [self.rows.sequence_at(row) for row in full]:
-            ahead, row, table = sequence.ahead, sequence.row, sequence.table
-            if ahead is None or row is None:
+            row = sequence.row
+            if sequence.ahead is None or row is None:
                 continue  # it was preempted for a sequence before it
-            table.num_tokens = ahead_set.tick + ahead.base
+            sequence.table.num_tokens = ahead_set.tick + sequence.base
             if self.grow_or_preempt(builder, sequence, 1):
-                ahead_set.schedule(row, table, ahead)
+                ahead_set.schedule(row, sequence)
 
     def _plan_due(self, builder: PlanBuilder) -> None:
         """Plan the tokens that each due sequence owes. There is always budget for one; others may have to wait."""
@@ -309,7 +309,8 @@ class Scheduler:
     # -------------------------------------------------------------------------------- between running ahead and paced
     def _stop_running_ahead(self, sequence: Sequence) -> None:
         """Stop a sequence from running ahead. If it is not at its limit, it continues when its results have come."""
-        self.micro_batches.of(sequence).leave(sequence)
+        if sequence.ahead is not None:
+            sequence.ahead.leave(sequence)
         sequence.state = SequenceState.DRAINING
         if sequence.num_computed < sequence.group.limit - 1:
             self.paced.draining[sequence] = None
@@ -334,7 +335,7 @@ class Scheduler:
 
     def _release_row(self, sequence: Sequence) -> int:
         if sequence.ahead is not None:
-            self.micro_batches.of(sequence).leave(sequence)
+            sequence.ahead.leave(sequence)
         if sequence.controller is not PLAIN:
             self.paced.discard(sequence)
         self.reuse.leave(sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from quire.kernels.reference.convolution import Segment, find_runs, single_token
 
 CHUNK = 64  # tokens of a long run that are computed together
 LONG = 16  # runs of fewer tokens are computed token by token
+_first_solve, _has_solved = threading.Lock(), threading.Event()
 
 
 def gated_delta(
@@ -93,11 +95,23 @@ def _chunk(
     strong = key * strength[..., None]
     system = (strong @ key.mT) * between
     wanted = value * strength[..., None] - (strong * total.exp()[..., None]) @ matrix
-    change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    change = _solve(system, wanted)
     read = (query * total.exp()[..., None]) @ matrix + ((query @ key.mT) * between) @ change
     last = total[:, -1:]
     matrix = matrix * last.exp()[..., None] + (key * (last - total).exp()[..., None]).mT @ change
     return read, matrix
+
+
+def _solve(system: Tensor, wanted: Tensor) -> Tensor:
+    """Solve a lower triangular system whose diagonal is taken to be ones. On a GPU the first solve of the process runs
+    alone: torch loads a library in it, and fails if another thread needs the library meanwhile."""
+    if not wanted.is_cuda or _has_solved.is_set():
+        found: Tensor = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        return found
+    with _first_solve:
+        found = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        _has_solved.set()
+    return found
 
 
 def _unit(x: Tensor, sizes: RecurrentSizes) -> Tensor:  # [tokens, key heads, key dim]

@@ -68,7 +68,7 @@ _ALL = math.inf
 # shapes of `python -m benchmarks.gpu.kernels_attention --tune`.
 _DecodeConfigs = dict[int, tuple[_DecodeConfig, ...]]  # by the bytes of a cached element
 _DECODE_CONFIGS: _DecodeConfigs = {  # at most 8 query heads per kv head
-    1: (_DecodeConfig(0.25, 64, 1, 3, 5, 64), _DecodeConfig(_ALL, 64, 1, 4, 4)),
+    1: (_DecodeConfig(0.25, 64, 1, 3, 5, 64), _DecodeConfig(8, 64, 1, 3, 4), _DecodeConfig(_ALL, 64, 1, 2, 8)),
     2: (_DecodeConfig(0.25, 64, 2, 3, 3, 64, swap_ab=False), _DecodeConfig(_ALL, 32, 1, 4, 4)),
     4: (_DecodeConfig(_ALL, 64, 4, 3, 2, swap_ab=False),),
 }

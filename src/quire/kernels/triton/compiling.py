@@ -17,10 +17,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from functools import cache, partial
+from types import ModuleType
 from typing import Any, Self
 
 import torch
 from triton import AsyncCompileMode, knobs
+from triton.runtime import build
 from triton.runtime._async_compile import FutureKernel, active_mode
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
@@ -31,9 +33,10 @@ from quire.kernels.triton.launch import INTERPRETED
 logger = logging.getLogger("quire.kernels")
 MOST_THREADS, MOST_PROCESSES = 16, 8
 _lock = threading.RLock()
-_begun: dict[str, Future[Any]] = {}  # by Triton's key of a compilation
+_begun: dict[str, Future[Any]] = {}  # by device and Triton's key of a compilation
 _background_compile_lock = threading.Lock()  # held by the one background thread that compiles in this process
 _here = threading.local()  # .inside: this thread is inside `compiling_only`
+_module_lock = threading.Lock()  # held while Python loads one of Triton's libraries
 
 
 def begin_early() -> None:
@@ -118,10 +121,12 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]
         return self
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        device = _current_device()
+        key = f"{device} {key}"  # the result is loaded onto one device
         if key not in self.future_kernels:
             future = _begun.get(key)
             if future is None or (self._soon and future.cancel()):  # one that has not begun is moved to this pool
-                how = partial(_compile_and_load, compile_fn, _current_device(), wait=not self._soon)
+                how = partial(_compile_and_load, compile_fn, device, wait=not self._soon)
                 future = _begin(self._pool, key, how, finalize_fn)
             self.raw_futures.append(future)
             self.begun.append(future)
@@ -184,6 +189,24 @@ def _join_at_launch() -> None:
         return kernel.result() if isinstance(kernel, FutureKernel) else kernel
 
     JITFunction._do_compile = compile_once
+
+
+def _load_module(load: Callable[[str, str], ModuleType], name: str, path: str) -> ModuleType:
+    """Load one of Triton's libraries into a module that nothing else changes.
+
+    The libraries that launch kernels all have one name. When Python loads one of them again, it takes the module that
+    was loaded last under this name, and replaces the functions in it. So another thread, between loading its library
+    and reading `launch` from it, would get the launcher of a kernel with other arguments.
+    """
+    with _module_lock:
+        loaded = load(name, path)
+        own = ModuleType(name, loaded.__doc__)
+        vars(own).update(vars(loaded))
+    return own
+
+
+if hasattr(build, "_load_module_from_path"):  # other versions of Triton have one launcher for all kernels
+    build._load_module_from_path = partial(_load_module, build._load_module_from_path)
 
 
 def _current_device() -> int | None:

@@ -21,7 +21,7 @@ from quire.kernels.triton.launch import (
     warps_for,
 )
 
-_MOST_AT_ONCE = 8192  # elements of a row held in registers; longer rows are read twice
+_MOST_AT_ONCE = 16384  # elements of a row held in registers; longer rows are read twice
 
 
 @triton.jit

@@ -20,6 +20,8 @@ from quire.runtime.executor.codec import FINGERPRINT, decode, encode
 from quire.runtime.executor.life import LifePage
 from quire.runtime.executor.plan_codec import PlanDecoder
 from quire.runtime.executor.rings import RankRings
+from quire.runtime.lazy_methods import lazy_methods
+from quire.runtime.torch_import import defer_modules, find_modules_of_frames
 from quire.types.errors import ConfigError, InvalidRequest, ModelLoadError, QuireError
 from quire.types.standby import WeightUpdate
 
@@ -83,12 +85,14 @@ class RankServer:
     # ------------------------------------------------------------------------------------------------------- loading
     def _load(self, job: dict[str, Any]) -> None:
         self._page.note("importing modules")
-        import torch
+        defer_modules()
+        with find_modules_of_frames(), lazy_methods():
+            import torch
 
-        from quire.kernels.native.loader import set_threads
-        from quire.runtime.device import torch_device
-        from quire.runtime.hardware import detect_hardware
-        from quire.runtime.parallel.make import backend_of, join_ranks, ranks_share_device
+            from quire.kernels.native.loader import set_threads
+            from quire.runtime.device import torch_device
+            from quire.runtime.hardware import detect_hardware
+            from quire.runtime.parallel.make import backend_of, join_ranks, ranks_share_device
 
         if job["fingerprint"] != FINGERPRINT:
             raise ConfigError(
@@ -116,7 +120,8 @@ class RankServer:
         if ranks.tensor.shared is not None:
             shared = ranks.tensor.shared
             self._page.count_meetings(lambda: shared.num_meetings)
-        num_bytes = self._build(job, config, ranks)
+        with lazy_methods():  # it imports modules
+            num_bytes = self._build(job, config, ranks)
         self._page.ready()
         self._control.send(Kind.READY, encode(num_bytes))
 

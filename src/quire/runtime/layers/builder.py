@@ -196,6 +196,13 @@ class LayerBuilder:
         shared."""
         return Linear(inputs, outputs, False, self._gemm, self.placement, stored)
 
+    def ordered_linear(self, name: str, inputs: int, total: int, rows: Tensor) -> Linear:
+        """Build a column-parallel layer whose outputs are these rows of a matrix with `total` rows, in this order."""
+        held, order = torch.unique(rows, return_inverse=True)
+        runs = torch.tensor_split(held, (torch.nonzero(held.diff() != 1).flatten() + 1).tolist())
+        own = tuple(range(int(run[0]), int(run[-1]) + 1) for run in runs)
+        return Linear(inputs, {name: Split(total, own)}, False, self._gemm, self.placement, order=order)
+
     def query_outputs(self, heads: Heads, dim: int) -> Split:
         """Return the split of query heads with `dim` outputs each, for `stacked_linear`."""
         return self._splits.query(heads, dim)

@@ -32,6 +32,7 @@ from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Value
+from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.runtime.layers.builder import LayerBuilder
@@ -208,7 +209,14 @@ def read_latents(cache: LayerCache, block_ids: Tensor, positions: Tensor) -> Ten
 
 
 def chooser_of(config: ModelConfig, layer: int, build: LayerBuilder) -> TokenIndexer | LastChoice | None:
-    """Return what chooses the tokens that a layer attends to; None: it attends to all."""
+    """Return what chooses the tokens that a layer attends to; None: it attends to all. Raises ConfigError if the
+    attention backend cannot attend to chosen tokens."""
     if config.indexer is None:
         return None
+    if build.backend.kernels == "triton":  # whose steps keep no cache slots to write the keys to
+        topk = config.indexer.num_chosen
+        raise ConfigError(
+            "attention_backend", f"the Triton kernels cannot attend to the {topk} tokens that an indexer chooses",
+            f'use "gather" or "reference", or set max_model_len to {topk} or less',
+        )  # fmt: skip
     return TokenIndexer(config, config.indexer, build) if layer in config.indexer.layers else LastChoice()

@@ -1,9 +1,10 @@
-"""Builds the recurrent layers of a model: gated delta nets, Mamba and Mamba-2 layers, short convolutions."""
+"""Builds the recurrent layers of a model: gated delta nets, Mamba and Mamba-2 layers, RG-LRUs, short convolutions."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from quire.config.model import Heads
 from quire.config.recurrent import Recurrent, Selective
 from quire.runtime.layers.convolution import Convolution, ShortConvolution
 from quire.runtime.layers.delta import DeltaRule, GatedDeltaNet, ungrouped_rows
@@ -13,6 +14,7 @@ from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mamba import MambaMixer, MambaScan
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.ops import LayerOps
+from quire.runtime.layers.rglru import RgLru, RgLruMixer
 from quire.runtime.layers.selective import SelectiveMixer, SelectiveScan
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.weights import Placement
@@ -60,6 +62,15 @@ class RecurrentLayers:
         norms = [] if options.norm_eps is None else [self._norm(*each, options) for each in normed.items()]
         scan = SelectiveScan(sizes, channels, place, self._placement)
         return SelectiveMixer(in_proj, x_proj, dt_proj, out_proj, scan, tuple(norms))
+
+    def rg_lru(self, hidden: int, sizes: Recurrent, place: int) -> RgLruMixer:
+        num = sizes.blocks
+        blocks = self._splits.query(Heads(num, num, 1))
+        channels = blocks.times(sizes.value_heads // num)
+        both = {"linear_x": channels, "linear_y": channels}
+        in_proj = Linear(hidden, both, True, self._gemm, self._placement)
+        out_proj = self._row_linear("linear_out", channels, hidden, bias=True)
+        return RgLruMixer(in_proj, RgLru(sizes, blocks, place, self._placement), out_proj)
 
     def _norm(self, name: str, size: int, options: Selective) -> RMSNorm:
         assert options.norm_eps is not None

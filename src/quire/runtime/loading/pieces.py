@@ -25,11 +25,18 @@ class Piece:
     interleaved: bool = False  # whether the pieces' outputs are interleaved, or concatenated
     exponents: str | None = None  # name of the MXFP4 exponents' tensor
     either_way: bool = False  # `transposed` is to be found from the shape
+    flat_experts: int = 0  # experts whose rows are concatenated in the stored tensor; 0: experts are an axis
+
+    def by_expert(self, stored: Shape) -> Shape:
+        """Return the shape of the stored tensor with an axis for experts, given the stored shape."""
+        num = self.flat_experts
+        return stored if not num or not stored or stored[0] % num else (num, stored[0] // num, *stored[1:])
 
     def shape(self, stored: Shape) -> Shape:
         """Return the piece's shape, given that of the stored tensor."""
         if self.expert is None:
             return stored
+        stored = self.by_expert(stored)
         inner = stored[1:][::-1] if self.transposed else stored[1:]
         return (len(range(*self._outputs(inner[0]).indices(inner[0]))), *inner[1:]) if inner else ()
 
@@ -66,5 +73,6 @@ def pieces_of(name: str, stored: str, stacked: Mapping[str, Stacked], num_expert
         for number, part in enumerate(found.parts):
             transposed = found.transposed and not is_packed  # MXFP4 blocks run along the inputs, which are last
             count, either_way = len(found.parts), found.either_way
-            piece = Piece(stored, expert, transposed, number, count, found.interleaved, exponents, either_way)
+            flat = num_experts if found.flat else 0
+            piece = Piece(stored, expert, transposed, number, count, found.interleaved, exponents, either_way, flat)
             yield f"{path}.experts.{expert}.{part}", piece

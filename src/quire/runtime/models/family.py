@@ -60,13 +60,15 @@ class Stacked:
 
     `parts`: what it contains for each expert. The outputs of several parts are concatenated, or
     alternate if `interleaved`. `transposed`: stored as [experts, inputs, outputs]. `either_way`: whether it is
-    transposed shows in its shape.
+    transposed shows in its shape. `flat`: stored as [experts * outputs, inputs], or transposed [experts * inputs,
+    outputs].
     """
 
     parts: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
     either_way: bool = False
+    flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)

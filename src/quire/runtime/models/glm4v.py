@@ -1,4 +1,4 @@
-"""GLM-4.1V: GLM-4 with a vision transformer whose merged patches are tokens.
+"""GLM-4.1V: GLM-4 with a vision transformer whose merged patches are tokens; GLM-4.5V and 4.6V: GLM-4.5 with it.
 
 Learned positions are interpolated over an image, and rotary ones have three axes in the decoder. A convolution joins
 the patches of a token.
@@ -6,6 +6,7 @@ the patches of a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -28,7 +29,9 @@ from quire.runtime.layers.vision import (
 from quire.runtime.models.family import Family
 from quire.runtime.models.glm import Glm4Block, read_glm4
 from quire.runtime.models.hf_vision import read_glm_vision, read_sections
+from quire.runtime.models.mixture import QwenMoeBlock
 from quire.runtime.models.qwen_vl import QwenVL, rename
+from quire.runtime.models.sigmoid_mixture import read_glm4_moe, rename_shared
 
 _EPS = 1e-5
 
@@ -102,19 +105,43 @@ class Glm4vTower(VisionTower):
 
 
 class Glm4v(QwenVL):
-    block = Glm4Block
+    block: type[nn.Module] = Glm4Block
     make_tower = Glm4vTower
 
 
+class Glm4vMoe(Glm4v):
+    block = QwenMoeBlock
+
+
 def read_glm4v(config: Fields) -> ModelConfig:
+    return _read(config, "glm4v", read_glm4, {"rms_norm_eps": 1e-5, "max_position_embeddings": 32_768}, 151_343)
+
+
+def read_glm4v_moe(config: Fields) -> ModelConfig:
+    usual = {"attention_bias": True, "max_position_embeddings": 65_536}
+    return _read(config, "glm4v_moe", read_glm4_moe, usual, 151_363)
+
+
+def _read(
+    config: Fields, name: str, read: Callable[[Fields], ModelConfig], usual: Mapping[str, float], token: int
+) -> ModelConfig:
+    """Read the decoder by `read`. `usual`: defaults that differ from that decoder's; `token`: the placeholder of
+    images."""
     sections, plain = read_sections(config)
     given = {key: value for key, value in plain.values.items() if value is not None}
-    numbers = read_glm4(Fields(config.file, {"rms_norm_eps": 1e-5, "max_position_embeddings": 32_768, **given}))
+    numbers = read(Fields(config.file, {**usual, **given}))
     pairs = (numbers.heads.dim if numbers.rope.dim is None else numbers.rope.dim) // 2
     if sum(sections) != pairs:
         raise config.refuse("mrope_section", f"{list(sections)} are not the {pairs} pairs of a head that rotate")
-    vision = read_glm_vision(config, numbers.hidden_size)
-    return replace(numbers, architecture="glm4v", rope=replace(numbers.rope, sections=sections), vision=vision)
+    vision = read_glm_vision(config, numbers.hidden_size, token)
+    return replace(numbers, architecture=name, rope=replace(numbers.rope, sections=sections), vision=vision)
+
+
+def rename_moe(name: str) -> str:
+    return rename_shared(rename(name))
 
 
 GLM4V = Family(name="glm4v", build=Glm4v, read=read_glm4v, rename=rename, nested="text_config")
+GLM4V_MOE = Family(
+    name="glm4v_moe", build=Glm4vMoe, read=read_glm4v_moe, rename=rename_moe, nested="text_config", drops_layers=True
+)

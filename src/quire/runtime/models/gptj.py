@@ -9,6 +9,7 @@ from quire.config.model import ModelConfig, Rope
 from quire.runtime.layers.attention import SelfAttention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.base import BaseModel
@@ -23,7 +24,7 @@ class GptjBlock(nn.Module):
         hidden, inner, heads = config.hidden_size, config.intermediate_size, config.heads
         self.ln_1 = build.layer_norm("ln_1", hidden, config.norm_eps)
         self.attn = SelfAttention(
-            build.qkv_linear(hidden, heads, bias=False, rope=config.rope),
+            self.make_qkv(config, build),
             build.attention_of(config, layer),
             build.row_linear("out_proj", heads, hidden, bias=False),
         )
@@ -33,23 +34,28 @@ class GptjBlock(nn.Module):
             config.activation,
         )
 
+    def make_qkv(self, config: ModelConfig, build: LayerBuilder) -> Linear:
+        return build.qkv_linear(config.hidden_size, config.heads, bias=False, rope=config.rope)
+
     def forward(self, x: Stream, step: ForwardStep) -> None:
         normed = self.ln_1(x).value()
         x.add(self.attn(normed, step), self.mlp(normed))
 
 
 class GptjStack(nn.Module):
-    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+    def __init__(self, config: ModelConfig, build: LayerBuilder, block: type[GptjBlock]) -> None:
         super().__init__()
         self.wte = build.embedding("wte", config.vocab_size, config.hidden_size)
-        self.h = Blocks((GptjBlock(config, layer, build) for layer in range(config.num_layers)), config)
+        self.h = Blocks((block(config, layer, build) for layer in range(config.num_layers)), config)
         self.ln_f = build.layer_norm("ln_f", config.hidden_size, config.norm_eps)
 
 
 class Gptj(BaseModel):
+    block: type[GptjBlock] = GptjBlock
+
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config)
-        self.transformer = GptjStack(config, build)
+        self.transformer = GptjStack(config, build, self.block)
         self.lm_head = build.lm_head("lm_head", self.transformer.wte, config, bias=True)
         self.assemble(self.transformer.wte, self.transformer.h, self.transformer.ln_f, self.lm_head)
 

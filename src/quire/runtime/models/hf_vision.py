@@ -95,13 +95,13 @@ def read_qwen3_vision(config: Fields, hidden_size: int, *, num_layers: int = 0, 
     return replace(vision, is_gated=False, activation="gelu_tanh", table_side=side, deep=deep)
 
 
-def read_glm_vision(config: Fields, hidden_size: int) -> Vision:
-    """Read the tower of GLM-4.1V. `hidden_size`: of the decoder. Its processor counts a still image as two frames, and
-    the MLPs of its blocks have the size of the decoder's vectors."""
+def read_glm_vision(config: Fields, hidden_size: int, token: int) -> Vision:
+    """Read the tower of GLM-4.1V. `hidden_size`: of the decoder; `token`: the default placeholder of images. Its
+    processor counts a still image as two frames, and the MLPs of its blocks have the size of the decoder's vectors."""
     tower = vision_fields(config)
     refuse_other(tower, "hidden_act", "silu")
     _check_out(tower, tower.integer("out_hidden_size", 4_096), hidden_size)
-    vision = _read_tower(config, tower, (24, tower.integer("hidden_size", 1_536), hidden_size, 14), 151_343)
+    vision = _read_tower(config, tower, (24, tower.integer("hidden_size", 1_536), hidden_size, 14), token)
     image = tower.integer("image_size", 336, least=1)
     if image % vision.patch:
         raise tower.refuse("image_size", f"{image} is not a multiple of the patches' {vision.patch} pixels")

@@ -21,7 +21,6 @@ from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import read_heads, refuse_other, refuse_set
 
 WITHOUT_BIAS = LayerNormKind(has_bias=False)
-_INNER = "attn_config"
 _NORMS = ("low_precision_layernorm", "layernorm")  # compute the same, in other precisions
 
 
@@ -77,14 +76,11 @@ def read_mpt(config: Fields) -> ModelConfig:
     if config.text("norm_type", _NORMS[0]) not in _NORMS:
         raise config.refuse("norm_type", "is not supported", fix=f"supported: {', '.join(_NORMS)}")
     ratio = config.integer("expansion_ratio", 4, least=1)
-    hidden, inner = config.integer("d_model", least=1), _inner(config)
+    hidden, inner = config.integer("d_model", least=1), section_of(config, "attn_config")
     refuse_other(inner, "attn_type", "multihead_attention")
     refuse_set(inner, "alibi", usual=True)
     for flag in ("prefix_lm", "qk_ln", "attn_uses_sequence_id"):
         refuse_set(inner, flag, usual=False)
-    limit = inner.optional_number("clip_qkv") or None
-    if limit is not None and limit < 0:
-        raise inner.refuse("clip_qkv", f"must be above 0, is {limit}")
     return ModelConfig(
         architecture="mpt",
         vocab_size=config.integer("vocab_size"),
@@ -96,19 +92,27 @@ def read_mpt(config: Fields) -> ModelConfig:
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
         activation="gelu",
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
-        qkv_limit=limit,
+        qkv_limit=read_limit(inner),
         attention_scale=inner.optional_number("softmax_scale"),
         alibi=Alibi(most=inner.number("alibi_bias_max", 8.0)),
     )
 
 
-def _inner(config: Fields) -> Fields:
-    """Return the settings of attention."""
-    given: Any = config.raw(_INNER)
+def read_limit(attention: Fields) -> float | None:
+    """Read the limit on queries, keys and values; None: there is none."""
+    limit = attention.optional_number("clip_qkv") or None
+    if limit is not None and limit < 0:
+        raise attention.refuse("clip_qkv", f"must be above 0, is {limit}")
+    return limit
+
+
+def section_of(config: Fields, key: str) -> Fields:
+    """Return the settings of an inner object of config.json."""
+    given: Any = config.raw(key)
     if given is not None and not isinstance(given, dict):
-        raise config.refuse(_INNER, "must be an object")
-    prefix = f"{_INNER}."
-    return Fields(config.file, {prefix + key: value for key, value in (given or {}).items()}, prefix)
+        raise config.refuse(key, "must be an object")
+    prefix = f"{key}."
+    return Fields(config.file, {prefix + name: value for name, value in (given or {}).items()}, prefix)
 
 
 MPT = Family(name="mpt", build=Mpt, read=read_mpt, embedding="transformer.wte.weight")

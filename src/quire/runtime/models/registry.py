@@ -81,6 +81,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "bamba": Entry("mamba_hybrid", "BAMBA", ("BambaForCausalLM",)),
     "nemotron_h": Entry("nemotron_h", "NEMOTRON_H", ("NemotronHForCausalLM",), in_gguf=True),
     "falcon_h1": Entry("falcon_h1", "FALCON_H1", ("FalconH1ForCausalLM",), in_gguf=True, gguf_name="falcon-h1"),
+    "recurrent_gemma": Entry("recurrent_gemma", "RECURRENT_GEMMA", ("RecurrentGemmaForCausalLM",)),
     "lfm2": Entry("lfm2", "LFM2", ("Lfm2ForCausalLM",), in_gguf=True),
     "lfm2_moe": Entry("lfm2", "LFM2_MOE", ("Lfm2MoeForCausalLM",), in_gguf=True, gguf_name="lfm2moe"),
     "qwen2_vl": Entry("qwen_vl", "QWEN2_VL", ("Qwen2VLForConditionalGeneration",)),
@@ -88,6 +89,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen3_vl": Entry("qwen3_vl", "QWEN3_VL", ("Qwen3VLForConditionalGeneration",)),
     "qwen3_vl_moe": Entry("qwen3_vl", "QWEN3_VL_MOE", ("Qwen3VLMoeForConditionalGeneration",)),
     "glm4v": Entry("glm4v", "GLM4V", ("Glm4vForConditionalGeneration",)),
+    "glm4v_moe": Entry("glm4v", "GLM4V_MOE", ("Glm4vMoeForConditionalGeneration",)),
     "smolvlm": Entry("smolvlm", "SMOLVLM", ("SmolVLMForConditionalGeneration",)),
     "idefics3": Entry("smolvlm", "IDEFICS3", ("Idefics3ForConditionalGeneration",)),
     "internvl": Entry("internvl", "INTERNVL", ("InternVLForConditionalGeneration",)),
@@ -142,6 +144,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "gpt_bigcode": Entry("gpt_bigcode", "GPT_BIGCODE", ("GPTBigCodeForCausalLM",), in_gguf=True, gguf_name="starcoder"),
     "gpt_neo": Entry("gpt_neo", "GPT_NEO", ("GPTNeoForCausalLM",)),
     "gptj": Entry("gptj", "GPTJ", ("GPTJForCausalLM",)),
+    "codegen": Entry("codegen", "CODEGEN", ("CodeGenForCausalLM",)),
     "gpt_oss": Entry(
         "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)
     ),
@@ -149,6 +152,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "gpt_neox": Entry("gpt_neox", "GPT_NEOX", ("GPTNeoXForCausalLM",), in_gguf=True, gguf_name="gptneox"),
     "bloom": Entry("bloom", "BLOOM", ("BloomForCausalLM",), in_gguf=True),
     "mpt": Entry("mpt", "MPT", ("MptForCausalLM", "MPTForCausalLM")),
+    "dbrx": Entry("dbrx", "DBRX", ("DbrxForCausalLM",)),
     "phi": Entry("phi", "PHI", ("PhiForCausalLM",), in_gguf=True, gguf_name="phi2"),
     "starcoder2": Entry("starcoder2", "STARCODER2", ("Starcoder2ForCausalLM",), in_gguf=True),
     "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",), in_gguf=True),

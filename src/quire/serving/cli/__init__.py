@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from quire.runtime.lazy_methods import lazy_methods
 from quire.serving.process.spawning import Spawned, spawned_engine
 from quire.types.errors import ConfigError, DoesNotFit, InvalidRequest, QuireError
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        with _engine_ahead(words) as engine:
+        with _engine_ahead(words) as engine, lazy_methods():
             args = _parser(words[0] if words else "").parse_args(words)
             return _run(args, engine)
     except KeyboardInterrupt:

@@ -386,7 +386,7 @@ class Dispatcher:
         record.finish_reasons = tuple(end.finish_reason for end in ends)
         record.ledger = finished.ledger
         if record.first_token_at is None:
-            record.first_token_at = next((entry.at for entry in finished.ledger if entry.kind == "first_token"), None)
+            record.first_token_at = next((entry.at for entry in record.ledger if entry.kind == "first_token"), None)
         record.last_token_at = record.finished_at
         seconds, counts = record.finished_at - record.received_at, (record.num_prompt_tokens, record.num_output_tokens)
         logger.info("request %s: %d tokens in, %d out, %.3f s", record.request_id, *counts, seconds)

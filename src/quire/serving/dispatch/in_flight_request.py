@@ -143,7 +143,7 @@ class InFlightRequest:
         """Store the engine's result. If the request streams, also put the last deltas of its samples into the
         mailbox."""
         if self.restarts:
-            finished = finished._replace(ledger=(*self.restarts, *finished.ledger))
+            finished = finished._replace(events=(*self.restarts, *finished.events))
         self.finished = finished
         if self._follower is None:  # the request ended before the engine accepted it
             self._follower = self._make_follower(tokenizer)

@@ -30,6 +30,7 @@ ERROR = "quire.error"  # scope key: the ApiError with which the request was answ
 FROM_ADMIN = "quire.from_admin"  # scope key: whether the connection came in through the admin socket
 AZURE_VERSION = "api-version"  # the query parameter that Azure's clients send with every request
 MAX_WARNING_HEADER = 1_024  # bytes
+PROBE = "quire.probe"  # scope key: a function that writes a ping to a stream, whose client may be gone
 ABORT = "quire.abort"  # scope key: a function that closes the connection at once and drops unsent data
 
 
@@ -134,6 +135,18 @@ class Exchange:
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+    async def pass_on(self, handler: AsgiHandler, body: bytes) -> None:
+        """Have another endpoint's handler answer this request, whose body, already read here, is `body`."""
+        unread = [body]
+
+        async def receive() -> MutableMapping[str, Any]:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            return await self._receive()
+
+        self.has_started = True  # the other handler also replies with the errors
+        await handler(self.scope, receive, self._send)
 
     async def until_gone(self) -> None:
         """Wait until the client disconnects. Call it only after the body has been read."""

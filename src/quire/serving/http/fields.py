@@ -149,8 +149,10 @@ CANDIDATES = (
 STRUCTURE = (
     Field("response_format", ResponseFormat(),
           '`{"type": "json_schema", "json_schema": {"schema": ...}}`: the answer is JSON of this schema; '
-          '`{"type": "json_object"}`: any JSON object, or JSON of the `schema` beside the type; `{"type": "text"}`: '
-          'anything; `{"type": "structural_tag", ...}`: text with tags whose contents follow schemas, see '
+          '`{"type": "json_object"}`: any JSON object, or JSON of the `schema` or `value` beside the type; `{"type": '
+          '"json"}` and `{"type": "regex"}`: what matches the schema or expression in `value`, as in Text Generation '
+          'Inference; `{"type": "text"}`: anything; `{"type": "structural_tag", ...}`: text with tags whose contents '
+          'follow schemas, see '
           "[structural tags](../guides/structured_output.md#structural-tags)."),
     Field("structured_outputs", StructuredOutputs(),
           "The answer matches one of: `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 
+from quire.runtime.lazy_methods import lazy_methods
 from quire.runtime.torch_import import defer_modules, import_extensions, open_libraries
 from quire.serving.process.spawning import die_with_parent
 
@@ -19,7 +20,8 @@ def main(arguments: list[str]) -> int:
     import_extensions()
     open_libraries()
     defer_modules()
-    from quire.serving.process.engine_process import import_ahead, load_engine, run_engine
+    with lazy_methods():
+        from quire.serving.process.engine_process import import_ahead, load_engine, run_engine
 
     return run_engine(arguments, load_engine, import_ahead)
 

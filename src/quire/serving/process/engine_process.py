@@ -29,6 +29,7 @@ from quire.engine.process import EngineLoop
 from quire.engine.progress import ProgressRecord
 from quire.engine.transport import EngineSocket
 from quire.observability.logging import set_up_logging
+from quire.runtime.lazy_methods import lazy_methods
 from quire.runtime.torch_import import find_modules_of_frames
 from quire.serving.process.child import EXIT_ENGINE_DEAD, EXIT_FAILED, ProgressReports, enter_child, exit_orphaned
 from quire.serving.process.control import (
@@ -95,7 +96,7 @@ def run_engine(arguments: list[str], load: Load, prepare: Callable[[], None] = l
 
 def import_ahead() -> None:
     """Import what every model needs, before the configuration is known."""
-    with suppress(ImportError), find_modules_of_frames():  # loading reports what is missing
+    with suppress(ImportError), find_modules_of_frames(), lazy_methods():  # loading reports what is missing
         from quire.runtime.executor.single import SingleExecutor  # noqa: F401
         from quire.serving.assembly import plan_model  # noqa: F401
     gc.freeze()  # the garbage collector need not scan the imports again

@@ -1,5 +1,5 @@
-"""Finds the files of a server's models, and checks the models and the folders that the server writes, before it
-starts."""
+"""Finds the files of a server's models, and checks the models, the memory asked for and the folders that the server
+writes, before it starts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.config.adapters import read_modules
+from quire.config.asked_memory import check_asked_memory
 from quire.config.environment import read_environment
 from quire.config.server import ServerConfig
 from quire.config.speculation import DRAFT_MODEL, read_speculation
+from quire.runtime.host_memory import read_host_memory
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.model_config import read_family
 from quire.runtime.loading.progress import Progress, silent
 from quire.runtime.loading.resolve import resolve_model
 from quire.runtime.models.registry import check_drafts
 from quire.runtime.tiers.folder import PrivateFolder
+from quire.runtime.torch_import import may_have_gpu
 from quire.types.errors import ConfigError, ModelLoadError
 
 
@@ -64,6 +67,12 @@ def check_model(config: ServerConfig) -> None:
     speculation = read_speculation(config.engine.speculative_config)
     if speculation is not None and speculation.model is not None:
         check_drafts(read_family(files_at(Path(speculation.model))))
+
+
+def check_memory(config: ServerConfig) -> None:
+    """Raise DoesNotFit if the caches that were asked for cannot fit into this machine's memory, whatever the model. A
+    machine that may have a GPU is checked by the engine, but for its host memory."""
+    check_asked_memory(config.engine, read_host_memory()[1], "cuda" if may_have_gpu() else "cpu")
 
 
 def check_folders(config: ServerConfig) -> None:

@@ -22,9 +22,11 @@ OTHER_NAMES = {  # of the client's field, to the member of structured_outputs
 }
 MEMBERS_OF_TYPE = {
     "text": (),
-    "json_object": ("schema",),
+    "json_object": ("schema", "value"),
     "json_schema": ("json_schema",),
     "structural_tag": (*OLD_MEMBERS, "format"),
+    "json": ("value",),  # this and `regex` are Text Generation Inference's
+    "regex": ("value",),
 }
 _TYPES = tuple(MEMBERS_OF_TYPE)
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")
@@ -34,8 +36,8 @@ def structure_of_response_format(value: object) -> StructuredOutputsParams | Non
     """Return the structure that `response_format` requests; None: any text. Raises InvalidRequest that names the
     invalid path.
 
-    A schema is always enforced, even with `strict` false. As in llama.cpp, type `json_object` may have a schema. A
-    member that is null counts as absent.
+    A schema is always enforced, even with `strict` false. Type `json_object` may have a schema, as in llama.cpp, or a
+    `value` with one, as in Text Generation Inference. A member that is null counts as absent.
     """
     if value is None:
         return None
@@ -52,11 +54,15 @@ def structure_of_response_format(value: object) -> StructuredOutputsParams | Non
     if kind == "structural_tag":
         tag = read_structural_tag("response_format", value, MAX_GRAMMAR_CHARACTERS)
         return StructuredOutputsParams(structural_tag=tag)
-    if kind == "json_object" and "schema" not in value:
+    if kind == "json_schema":
+        return _json_schema(value.get("json_schema"))
+    if kind == "regex":
+        return _pattern("response_format.value", value.get("value"))
+    if kind == "json_object" and "schema" not in value and "value" not in value:
         return StructuredOutputsParams(json_object=True)
-    if kind == "json_object":
-        return _schema("response_format.schema", value)
-    return _json_schema(value.get("json_schema"))
+    if kind == "json_object" and "schema" in value and "value" in value:
+        raise InvalidRequest("response_format.value", "cannot be used together with schema", "send one of them")
+    return _schema("response_format", value, "schema" if "schema" in value else "value")
 
 
 def structure_of_guided(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
@@ -84,17 +90,24 @@ def _json_schema(described: object) -> StructuredOutputsParams:
             raise InvalidRequest(f"{path}.{name}", "must be a string")
     if not isinstance(described.get("strict", False), bool):
         raise InvalidRequest(f"{path}.strict", "must be true or false")
-    return _schema(f"{path}.schema", described)
+    return _schema(path, described, "schema")
 
 
-def _schema(path: str, holder: Mapping[str, Any]) -> StructuredOutputsParams:
-    """Return the structure that the member `schema` of `holder` requests."""
-    schema = holder.get("schema")
+def _schema(path: str, holder: Mapping[str, Any], name: str) -> StructuredOutputsParams:
+    """Return the structure that the schema in the member `name` of `holder` requests."""
+    schema, path = holder.get(name), f"{path}.{name}"
     if not isinstance(schema, Mapping):
-        shown = "is missing" if "schema" not in holder else "must be an object"
+        shown = "is missing" if name not in holder else "must be an object"
         raise InvalidRequest(path, shown, "send a JSON schema")
     with _named("structured_outputs.json", path):
         return StructuredOutputsParams(json=schema)
+
+
+def _pattern(path: str, pattern: object) -> StructuredOutputsParams:
+    if not isinstance(pattern, str):
+        raise InvalidRequest(path, "is missing" if pattern is None else "must be a text", "send a regular expression")
+    with _named("structured_outputs.regex", path):
+        return StructuredOutputsParams(regex=pattern)
 
 
 def _present(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Counted:
     def next_event(self) -> int:
         """The tick at which it joins, or has computed all that it may."""
         ahead = self.sequence.ahead
-        return self.joins_at if not self.is_running or ahead is None else ahead.source.tick + self.until - self.computed
+        return self.joins_at if not self.is_running or ahead is None else ahead.tick + self.until - self.computed
 
 
 @pytest.mark.parametrize("size", [1, 3, 16])

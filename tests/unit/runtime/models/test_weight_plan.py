@@ -48,8 +48,8 @@ FAMILY_SIZES: dict[str, dict[str, int]] = {  # that follow from them, or from th
     "nemotron_h-moe": {"moe_shared_expert_intermediate_size": 64},
     "nemotron_h-latents": {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 64},
     "opt": {"word_embed_proj_dim": 256, "ffn_dim": 256},
-    "glm4v": {"hidden_size": 64}, "qwen2_vl": {"hidden_size": 64}, "qwen2_5_vl": {"hidden_size": 64},
-    "qwen3_vl": {"hidden_size": 64}, "qwen3_vl_moe": {"hidden_size": 64},
+    "glm4v": {"hidden_size": 64}, "glm4v_moe": {"hidden_size": 64}, "qwen2_vl": {"hidden_size": 64},
+    "qwen2_5_vl": {"hidden_size": 64}, "qwen3_vl": {"hidden_size": 64}, "qwen3_vl_moe": {"hidden_size": 64},
 }  # fmt: skip
 # The plans of these tiny models are up to 3 % above what they hold; larger matrices make it less.
 WITHIN = {

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from fake_engine_main import CRASH, ENDLESS, HANG
 from fake_executor import continuation
 from quire.config.arguments import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
+from quire.serving.process import model_files
 from quire.serving.process.announcing import Announcer
 from quire.serving.process.listening import address_of, listen
 from quire.serving.process.supervisor import Supervisor
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, DoesNotFit
 from stub_server import Asking, StubServer, is_alive
 
 Serve = Callable[..., StubServer]
@@ -268,6 +270,14 @@ def test_a_setting_that_makes_no_sense_is_refused(setting: str, value: float) ->
     settings = {setting: value}
     config = ServerConfig(source=ModelSource(model="m"), engine=EngineArguments(), **settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"^{setting}:"):
+        Supervisor(config).run()
+
+
+def test_a_cache_larger_than_the_memory_is_refused_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    config = ServerConfig(source=ModelSource(model="m"), engine=EngineArguments(kv_cache_memory="900TiB"), port=0)
+    with pytest.raises(DoesNotFit, match="^kv_cache_memory: 921600 GiB are needed, .* are available on cpu"):
         Supervisor(config).run()
 
 

@@ -58,7 +58,8 @@ class Policy:
 
     def choose(self, view: SchedulerView) -> Group | None:
         """Return the ready group to admit next; None: admit no group now. Called again after each admission."""
-        return view.waiting.first()
+        ready = view.waiting.ready
+        return ready[0] if ready else None
 
     def rank(self, group: Group) -> Key:
         """Return the current position of a waiting group in the order of admission, including deferred groups; the

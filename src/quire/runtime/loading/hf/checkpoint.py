@@ -139,6 +139,7 @@ class HfCheckpoint:
                 owner.name, f"has dtype {tensor.dtype}", tensor=piece.tensor, fix=f"weights may be {', '.join(dtypes)}"
             )
         if piece.expert is not None:
+            shape = piece.by_expert(shape)
             raw, shape = raw.reshape(shape[0], -1)[piece.expert], shape[1:]
         if not may_be_zero:
             refuse_blank(raw, len(shape), owner.name, piece.tensor)
@@ -212,7 +213,7 @@ class HfCheckpoint:
 
     def _check_stack(self, piece: Piece, num_experts: int) -> None:
         """Refuse a tensor with another number of experts, or MXFP4 blocks without matching exponents."""
-        shape, file = self._stored(piece.tensor).shape, self._owners[piece.tensor].name
+        shape, file = piece.by_expert(self._stored(piece.tensor).shape), self._owners[piece.tensor].name
         if not shape or shape[0] != num_experts:
             raise ModelLoadError(file, f"has shape {shape}, the config says {num_experts} experts", tensor=piece.tensor)
         if piece.exponents is None:

@@ -55,6 +55,11 @@ _READY = (
     "200 while the server accepts new requests; 503 while loading, restarting or draining, and while the engine sleeps "
     "or has no weights, unless a request wakes it up; needs no key"
 )
+_INVOKE = (
+    "of Amazon SageMaker: a body with `messages`, `prompt`, `inputs`, `input`, `query` or `text_1` is answered as by "
+    "the endpoint that needs this member: chat completions, completions, TGI's `/`, embeddings or `/classify`, "
+    "`/rerank`, `/score`"
+)
 _END = (
     "of SGLang: end a request, or all. It answers with what it has (`finish_reason` is `abort`); one that still waits "
     "for the engine ends with 503"
@@ -77,11 +82,12 @@ _ROUTES = f"""\
 | `GET /health` | 200 while the server and its engine are alive, else 503; needs no key |
 | `GET /ready` | {_READY} |
 | `GET /ping`, `GET /health_generate` | the same as `/health` |
+| `POST /invocations` | {_INVOKE} |
 | `GET /load` | `server_load`: how many requests wait or run |
 | `GET /tokenizer_info` | special tokens, length and chat template of the tokenizer |
 | `GET /props`, `GET /slots` | of llama.cpp: the model's properties; which of the engine's sequences are in use |
 | `GET /get_model_info`, `GET /get_server_info` | of SGLang: the model; the server's version and sizes |
-| `GET /info` | of Text Generation Inference: the model and its lengths |
+| `GET /info` | of Text Generation Inference and Text Embeddings Inference: the model and its lengths |
 | `GET /version` | the version |
 | `GET /metrics` | Prometheus metrics |
 | `GET /openapi.json` | this API as OpenAPI 3.1 |

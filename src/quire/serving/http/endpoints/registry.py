@@ -15,6 +15,7 @@ from quire.serving.http.endpoints.foreign_embeddings import FOREIGN_EMBEDDINGS
 from quire.serving.http.endpoints.fork import FORK
 from quire.serving.http.endpoints.generate import GENERATE
 from quire.serving.http.endpoints.input_tokens import INPUT_TOKENS
+from quire.serving.http.endpoints.invocations import INVOCATIONS
 from quire.serving.http.endpoints.llama_cpp import LLAMA_CPP
 from quire.serving.http.endpoints.ollama import OLLAMA, ROOT
 from quire.serving.http.endpoints.pages import PAGES
@@ -22,6 +23,7 @@ from quire.serving.http.endpoints.render import RENDERS
 from quire.serving.http.endpoints.responses.endpoint import RESPONSES
 from quire.serving.http.endpoints.scoring import SCORING
 from quire.serving.http.endpoints.sglang import SGLANG
+from quire.serving.http.endpoints.tei import TEI
 from quire.serving.http.endpoints.tgi import TGI
 from quire.serving.http.endpoints.tokenize import DETOKENIZE, TOKENIZE
 
@@ -43,7 +45,9 @@ _DESCRIBED: tuple[Endpoint, ...] = (
     *LLAMA_CPP,
     *SGLANG,
     *TGI,
+    *TEI,
     *FOREIGN_EMBEDDINGS,
+    INVOCATIONS,
     *FILES,
     *batch_endpoints((CHAT, COMPLETIONS, RESPONSES[0], GENERATE, EMBEDDINGS[0])),
     *PAGES,

@@ -22,7 +22,10 @@ from quire.types.pooling import PoolingParams
 _ACTIVATE = Field("use_activation", Flag(),
           "Apply the classifier's activation function, so that it returns scores or probabilities instead of logits.",
           True)  # fmt: skip
+TRUNCATE = Field("truncate", Flag(), "Cut texts that are too long; otherwise they are refused.", False)
 _GUIDE = "See [the guide](../guides/embeddings.md). "
+OF_TEI = ("texts", "truncate", "raw_scores", "return_text")  # fields of Text Embeddings Inference's /rerank
+_OF_JINA = ("documents", "top_n", "return_documents", "truncate_prompt_tokens", "use_activation")
 
 
 def _params(call: PoolingCall) -> PoolingParams:
@@ -30,6 +33,16 @@ def _params(call: PoolingCall) -> PoolingParams:
     params = PoolingParams(activate=call.given.get("use_activation", True))
     call.reader.check_params(params, "use_activation")
     return params
+
+
+def check_ranking(given: dict[str, Any]) -> None:
+    """Raise InvalidRequest unless there is one list of texts to rank, with the fields of its API only."""
+    if "documents" not in given and "texts" not in given:
+        raise InvalidRequest("documents", "is missing", "send a list of texts")
+    mine, others = ("documents", OF_TEI) if "documents" in given else ("texts", _OF_JINA)
+    for name in others:
+        if name in given:
+            raise InvalidRequest(name, f"cannot be used together with {mine}", "leave it out")
 
 
 def _pairs(call: PoolingCall, first: list[str], second: list[str], names: tuple[str, str]) -> list[PooledText]:
@@ -80,6 +93,9 @@ def score(call: PoolingCall) -> PoolingJob:
 
 
 def rerank(call: PoolingCall) -> PoolingJob:
+    check_ranking(call.given)
+    if "texts" in call.given:
+        return _rank_for_tei(call)
     given, documents = call.given, call.given["documents"]
     texts = _pairs(call, [given["query"]], documents, ("query", "documents"))
     most, shows = given.get("top_n") or len(documents), given.get("return_documents", True)
@@ -99,6 +115,26 @@ def rerank(call: PoolingCall) -> PoolingJob:
         return {"id": call.response_id, "model": call.name, "usage": usage, "results": results}
 
     return PoolingJob(texts, _params(call), write)
+
+
+def _rank_for_tei(call: PoolingCall) -> PoolingJob:
+    """Rank `texts`. The response is the list that Text Embeddings Inference returns."""
+    given, documents = call.given, call.given["texts"]
+    if given.get("truncate"):
+        given["truncate_prompt_tokens"] = -1
+    texts = _pairs(call, [given["query"]], documents, ("query", "texts"))
+    params = PoolingParams(activate=not given.get("raw_scores", False))
+    call.reader.check_params(params, "raw_scores")
+
+    def write(rows: Rows, num_tokens: int) -> list[dict[str, Any]]:  # noqa: ARG001
+        scores = _scores(call, rows, len(documents))
+        shown = {"text": documents} if given.get("return_text") else {}
+        return [
+            {"index": place, "score": scores[place], **{name: texts[place] for name, texts in shown.items()}}
+            for place in sorted(range(len(documents)), key=lambda place: -scores[place])
+        ]
+
+    return PoolingJob(texts, params, write)
 
 
 def classify(call: PoolingCall) -> PoolingJob:
@@ -122,15 +158,16 @@ _SCORE_SCHEMAS: dict[str, Schema] = {
     "Scores": list_schema("Score"),
     "Score": record({"object": {"const": "score"}, "index": WHOLE, "score": NUMBER}),
 }
+_RANKED = record(
+    {
+        "id": TEXT,
+        "model": TEXT,
+        "usage": record({"prompt_tokens": WHOLE, "total_tokens": WHOLE}),
+        "results": many(record({"index": WHOLE, "relevance_score": NUMBER}, {"document": record({"text": TEXT})})),
+    }
+)
 _RERANK_SCHEMAS: dict[str, Schema] = {
-    "Ranking": record(
-        {
-            "id": TEXT,
-            "model": TEXT,
-            "usage": record({"prompt_tokens": WHOLE, "total_tokens": WHOLE}),
-            "results": many(record({"index": WHOLE, "relevance_score": NUMBER}, {"document": record({"text": TEXT})})),
-        }
-    ),
+    "Ranking": {"anyOf": [_RANKED, many(record({"index": WHOLE, "score": NUMBER}, {"text": TEXT}))]}
 }
 _CLASS_SCHEMAS: dict[str, Schema] = {
     "Classes": list_schema("Class"),
@@ -163,7 +200,7 @@ SCORING: tuple[Endpoint, ...] = (
         fields=(
             *COMMON,
             Field("query", Text("prompt_characters", 1), "The query.", is_required=True),
-            Field("documents", TextList(or_objects=True), "Texts, or objects with `text`.", is_required=True),
+            Field("documents", TextList(or_objects=True), "Texts, or objects with `text`."),
             Field("top_n", Whole(0, "inputs"), "Return only this many of the best documents; 0: all.", 0),
             Field("return_documents", Flag(), "Return the texts too.", True),
             not_supported(
@@ -171,10 +208,15 @@ SCORING: tuple[Endpoint, ...] = (
             ),
             not_supported("rank_fields", "Fields of documents to rank by.", why="is not supported: send texts"),
             _ACTIVATE,
+            Field("texts", TextList(), "Text Embeddings Inference's name of `documents`."),
+            TRUNCATE,
+            Field("raw_scores", Flag(), "With `texts`: return logits instead of scores.", False),
+            Field("return_text", Flag(), "With `texts`: return the texts too.", False),
         ),
         response="Ranking",
         schemas=_RERANK_SCHEMAS,
-        description=_GUIDE + "Takes the requests of Jina's and Cohere's APIs.",
+        description=_GUIDE + "Takes the requests of Jina's and Cohere's APIs, with `documents`, and those of Text "
+        "Embeddings Inference, with `texts`, for which the answer is a list of `index` and `score`.",
         id_prefix="rerank",
         read=rerank,
     ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.serving.http.endpoint import Endpoint, PlainEndpoint
+from quire.serving.http.endpoints import tei
 from quire.serving.http.endpoints.sglang import Refused
 from quire.serving.http.endpoints.tgi_format import SCHEMAS, TgiFormat, write_error
 from quire.serving.http.exchange import Exchange, Handler
@@ -126,7 +127,8 @@ _STREAM = Field("stream", Flag(), "Answer as server-sent events.", False)
 _DESCRIPTION = """\
 Text Generation Inference's API, as Hugging Face's `InferenceClient.text_generation` calls it. The answer is a list of
 one object with `generated_text`, and `details` if they were asked for. An error is `{"error": text, "error_type":
-kind}`."""
+kind}`. A server whose model embeds or classifies takes the bodies of `/embed`, `/similarity`, `/predict` and `/rerank`
+at this path instead."""
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
@@ -156,6 +158,9 @@ def translate_stream(service: Service, given: Parameters, head: RequestHead) -> 
 def info(service: Service) -> Handler:
     async def handle(exchange: Exchange) -> None:
         engine = service.engine()
+        if engine.pooling is not None:
+            await exchange.reply_json(tei.info(service, engine.pooling))
+            return
         members = {"max_input_tokens": engine.max_model_len - 1, "max_total_tokens": engine.max_model_len}
         members |= {"max_best_of": service.limits["n"], "max_stop_sequences": service.limits["stop_strings"]}
         names = {"model_id": service.names[0], "model_sha": None, "router": "quire", "version": service.version}
@@ -180,7 +185,7 @@ _GENERATION = GenerationSettings(
     echoes_prompt=True,
 )
 TGI: tuple[Endpoint, ...] = (
-    GenerationEndpoint(
+    tei.RootEndpoint(
         name="tgi_generate",
         paths=("/",),
         summary="Text Generation Inference's generate",
@@ -208,7 +213,7 @@ TGI: tuple[Endpoint, ...] = (
     PlainEndpoint(
         name="tgi_info",
         paths=("/info",),
-        summary="Text Generation Inference's page about the model and the server",
+        summary="Hugging Face's page about the model and the server",
         method="GET",
         response="TgiInfo",
         handler=info,

@@ -158,6 +158,6 @@ _EVENT = record(
 SCHEMAS: dict[str, Schema] = {
     "TgiAnswer": many(record({"generated_text": TEXT}, {"details": _DETAILS, **_MORE})),
     "TgiEvent": _EVENT,
-    "TgiInfo": record({"model_id": TEXT, "max_total_tokens": WHOLE, "version": TEXT}, is_open=True),
+    "TgiInfo": record({"model_id": TEXT, "version": TEXT}, is_open=True),
     "TgiError": record({"error": TEXT, "error_type": TEXT}),
 }

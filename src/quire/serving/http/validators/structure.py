@@ -24,7 +24,7 @@ from quire.types.decoding import (
 from quire.types.errors import InvalidRequest, UnknownParameter
 from quire.types.structural_tag import MAX_TAGS, MEMBERS
 
-_FORMAT_MEMBERS = ("type", *(name for members in MEMBERS_OF_TYPE.values() for name in members))
+_FORMAT_MEMBERS = ("type", *dict.fromkeys(name for members in MEMBERS_OF_TYPE.values() for name in members))
 STRUCTURE_FIELDS = ("structured_outputs", "response_format", *OTHER_NAMES)
 _TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_CHARACTERS}
 _MEMBERS: dict[str, Schema] = {
@@ -104,15 +104,22 @@ class ResponseFormat:
         return value, drop_unknown_fields(unknown)
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
-        kinds: dict[str, dict[str, Schema]] = {"text": {}, "json_object": {"schema": {"type": "object"}}}
+        a_schema: Schema = {"type": "object"}
+        kinds: list[tuple[str, dict[str, Schema], tuple[str, ...]]] = [
+            ("text", {}, ()),
+            ("json_object", {"schema": a_schema}, ()),
+            ("json_object", {"value": a_schema}, ("value",)),
+            ("json", {"value": a_schema}, ("value",)),
+            ("regex", {"value": _TEXT}, ("value",)),
+        ]
         plain = [
             {
                 "type": "object",
                 "properties": {"type": {"const": kind}, **members},
-                "required": ["type"],
+                "required": ["type", *required],
                 "additionalProperties": False,
             }
-            for kind, members in kinds.items()
+            for kind, members, required in kinds
         ]
         described = {
             "type": "object",
@@ -154,7 +161,7 @@ def _out_of_place(where: str, value: dict[str, Any], kind: str) -> Iterator[Unkn
     """Yield the members that belong to another type of format."""
     for other, members in MEMBERS_OF_TYPE.items():
         for name in members:
-            if other != kind and value.get(name) is not None:
+            if name not in MEMBERS_OF_TYPE[kind] and value.get(name) is not None:
                 yield value, name, UnknownParameter(f"{where}.{name}", f"needs type={other}")
 
 
