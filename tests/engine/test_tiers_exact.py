@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from disk_bench import keep_pace
+from promises import tolerance
 from quire.config.tiers import PreemptionName, TierConfig, TierWrite
 from quire.engine.core import EngineCore
 from quire.kernels.native.loader import why_not_native
@@ -26,12 +27,13 @@ from quire.types.output import Finished
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.stats import EngineStats
-from tiny_models import DEVICE, VOCAB, engine_config, tiny_config
+from tiny_models import VOCAB, engine_config, tiny_config
 
 BLOCK, ROWS = 4, 6
 NUM_REQUESTS = 170 if os.environ.get("QUIRE_TEST_WHOLE") == "1" else 10  # in each of six tests
-TOLERANCE = 0 if DEVICE == "cpu" and why_not_native(torch.float32, torch.device("cpu")) is None else 4e-6
-FLOAT8_TOLERANCE = TOLERANCE if DEVICE == "cpu" else 4e-3  # GPUs multiply keys and values in float8 as float16
+WITHOUT_KERNELS = 0.0 if why_not_native(torch.float32, torch.device("cpu")) is None else 4e-6
+TOLERANCE = tolerance(cpu=WITHOUT_KERNELS, gpu=4e-6)
+FLOAT8_TOLERANCE = tolerance(cpu=WITHOUT_KERNELS, gpu=4e-3)  # GPUs multiply keys and values in float8 as float16
 LARGE, SMALL = 400, 30  # blocks
 SHORT, LONG = 9, 40  # tokens of the longest answer
 

@@ -34,9 +34,11 @@ CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [0, 2]},
     "nemotron_h": {"hybrid_override_pattern": "M**-"},
     "nemotron_h-moe": {"hybrid_override_pattern": "ME*E*"},
+    "recurrent_gemma": {"num_hidden_layers": 4, "block_types": ["recurrent", "attention"]},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", FULL] * 2},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": [FULL, "conv"] * 2},
     "qwen3_next": HYBRID,
+    "olmo_hybrid": HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID,
 }

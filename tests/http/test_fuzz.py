@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from hostile_bodies import PATHS
 from hostile_run import Canary, send_heads, send_hostile
 from tests.http.conftest import Serve
 
-BODIES = 240
+BODIES = 480
 
 
 def test_hostile_bodies_never_fail_the_server_nor_touch_a_stream_beside_them(serve: Serve) -> None:
@@ -14,6 +15,7 @@ def test_hostile_bodies_never_fail_the_server_nor_touch_a_stream_beside_them(ser
     seen = canary.beside(lambda: send_hostile(server.url, BODIES, seed=11))
     assert seen.faults == []
     assert set(seen.statuses) >= {200, 400}
+    assert all(seen.paths[path] >= 10 for path in PATHS.values())
     assert canary.error is None
     assert canary.heard
     assert all(heard == canary.expected for heard in canary.heard)

@@ -327,3 +327,14 @@ def certificate_of(port: int) -> bytes:
         found = wrapped.getpeercert(binary_form=True)
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("path", ["/", "/generate_stream"])
+def test_a_client_of_text_generation_inference_gets_its_form_of_errors(path: str) -> None:
+    async def test() -> None:
+        async with bench(StubReplica("a", drop)) as one:
+            answer = await one.ask(path=path)
+            assert answer.status_code >= 500
+            assert set(answer.json()) == {"error", "error_type"}
+
+    run(test)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from quire.serving.router.client_connection import ClientConnection, Request
+from quire.serving.router.client_connection import ClientConnection
 from quire.serving.router.connections import ReplicaConnection, ReplicaPool
+from quire.serving.router.known_heads import Request
 from quire.serving.router.relay import Relay
 from quire.serving.router.replica import Replica
 from stub_replica import PATIENCE, QUICK, Asked, Bench, StubReplica, bench, whole

@@ -22,6 +22,17 @@ def test_no_server_error_and_no_answer_that_breaks_its_schema(serve: Serve, tmp_
     server.wait(server.is_idle)
 
 
+def test_text_generation_inferences_routes_break_no_schema(serve: Serve, tmp_path: Path) -> None:
+    """In the run over all paths, they get few requests."""
+    pytest.importorskip("schemathesis")
+    server = serve(lambda prompt, index: " ok and some more", limits={"max_tokens": 64}, strict=True)
+    paths = ("--include-path", "/", "--include-path", "/generate_stream", "--include-path", "/info")
+    report = run_schemathesis(server.url, tmp_path, 40, "--phases", "fuzzing", "--generation-deterministic", *paths)
+    assert not report.failures, report.failures
+    assert report.num_cases >= 60
+    server.wait(server.is_idle)
+
+
 @pytest.mark.parametrize("labels", [(), ("fits",)])
 def test_an_encoder_breaks_no_schema(labels: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")

@@ -153,3 +153,9 @@ def test_the_official_client_is_answered_whole_and_as_a_stream(server: TestServe
     assert done.returncode == 0, done.stderr
     begun = f"{ANSWER[:4]} length 4"
     assert done.stdout.splitlines() == [ANSWER, begun, ANSWER, ANSWER, "parameters.temperature:"]
+
+
+@pytest.mark.parametrize("path", ["/", "/generate_stream"])
+def test_what_never_reaches_the_endpoint_is_refused_in_its_form_too(server: TestServer, path: str) -> None:
+    answer = server.post(path, {"inputs": "x"}, headers={"Host": "evil.example"})
+    assert (answer.status_code, set(answer.json())) == (421, {"error", "error_type"})

@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,14 @@ PATHS: dict[str, str] = {
     "completions": "/v1/completions",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+    "ollama_chat": "/api/chat",
+    "ollama_generate": "/api/generate",
+    "sglang_generate": "/generate",
+    "llama_completion": "/completion",
+    "tgi_generate": "/",
+    "tgi_generate_stream": "/generate_stream",
 }
 RAW = [
     "NaN", "-Infinity", "Infinity", "1e999", "18446744073709551616", "-9223372036854775809", "1" * 400, '"\\ud800"',
@@ -79,7 +87,10 @@ def from_table(rng: random.Random, endpoint: str, limits: Limits) -> bytes:
 
 def edge_values(field: Field, limits: Limits) -> list[str]:
     """Around the ends of what the table allows."""
-    schema = field.validator.schema(limits)
+    return [json.dumps(value) for value in _edges(field.validator.schema(limits))]
+
+
+def _edges(schema: Mapping[str, Any]) -> list[Any]:
     found: list[Any] = []
     for part in [schema, *schema.get("anyOf", ())]:
         low, high = part.get("minimum", part.get("exclusiveMinimum")), part.get("maximum")
@@ -91,10 +102,12 @@ def edge_values(field: Field, limits: Limits) -> list[str]:
             found += [True, False]
         if "maxLength" in part and part["maxLength"] < 2_000:
             found += ["x" * part["maxLength"], "x" * (part["maxLength"] + 1)]
-        if part.get("type") == "array" and part["maxItems"] < 3_000:
+        if part.get("type") == "array" and part.get("maxItems", 3_000) < 3_000:
             found += [["x"] * part["maxItems"], [1] * (part["maxItems"] + 1), [None], [[]], [{}]]
         found += list(part.get("enum", ()))
-    return [json.dumps(value) for value in found]
+        for name, member in part.get("properties", {}).items():  # such as the parameters of Text Generation Inference
+            found += [{name: value} for value in _edges(member)]
+    return found
 
 
 _BASE: dict[str, str] = {
@@ -102,6 +115,14 @@ _BASE: dict[str, str] = {
     "completions": '"prompt":"x"',
     "tokenize": '"prompt":"x"',
     "detokenize": '"tokens":[1]',
+    "responses": '"input":"x"',
+    "messages": '"max_tokens":2,"messages":[{"role":"user","content":"x"}]',
+    "ollama_chat": '"messages":[{"role":"user","content":"x"}]',
+    "ollama_generate": '"prompt":"x"',
+    "sglang_generate": '"text":"x"',
+    "llama_completion": '"n_predict":2,"prompt":"x"',
+    "tgi_generate": '"inputs":"x"',
+    "tgi_generate_stream": '"inputs":"x"',
 }
 
 

@@ -27,6 +27,7 @@ class Seen:
     """What the server said, and what it should not have said."""
 
     statuses: Counter[int] = field(default_factory=Counter)
+    paths: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
 
@@ -41,6 +42,7 @@ def send_hostile(url: str, count: int, seed: int, *, workers: int = 4) -> Seen:
             status, fault = _send(client, request)
             with lock:
                 seen.statuses[status] += 1
+                seen.paths[request.path.partition("?")[0]] += 1
                 if fault:
                     seen.faults.append(f"{fault} {request.path} {request.headers} {request.body[:300]!r}")
 
@@ -57,10 +59,23 @@ def _send(client: httpx.Client, request: Hostile) -> tuple[int, str]:
     if answer.status_code not in EXPECTED:
         return answer.status_code, f"{answer.status_code}: {answer.text[:300]}"
     if answer.status_code != 200:
-        error = answer.json()["error"]
-        return answer.status_code, "" if set(error) == {"message", "type", "param", "code"} else str(error)
-    is_broken = b'data: {"error"' in answer.content
+        is_error = _is_error(request.path.partition("?")[0], answer.json())
+        return answer.status_code, "" if is_error else f"no error of its API: {answer.text[:300]}"
+    is_broken = any(mark in answer.content for mark in (b'data: {"error"', b"event: error", b'"response.failed"'))
     return 200, f"a stream failed: {answer.text[-300:]}" if is_broken else ""
+
+
+def _is_error(path: str, body: dict[str, Any]) -> bool:
+    """Whether the body is an error in the form of the path's API. What is no HTTP has no path."""
+    error = body.get("error")
+    if isinstance(error, dict) and error.get("code") in ("bad_http", "head_too_large"):
+        return True
+    if path.startswith("/api/"):
+        return set(body) == {"error"} and isinstance(error, str)
+    if path in ("/", "/generate_stream"):
+        return set(body) == {"error", "error_type"} and isinstance(error, str)
+    names = {"type", "message"} if path == "/v1/messages" else {"message", "type", "param", "code"}
+    return isinstance(error, dict) and set(error) == names
 
 
 def send_heads(port: int) -> Seen:

@@ -16,7 +16,6 @@ from tiny_models import DEVICE
 
 IS_EXACT = DEVICE == "cpu"
 LOGPROB_ERROR = 1e-4  # of a sequence's logprob in float32
-QUANTIZED_ERROR = 0.5  # of a token's logprob where levels differ: a wrong answer of a tiny model is several off
 Number = TypeVar("Number", int, float)
 Step = tuple[int, dict[int, float]]  # a token, and logprobs by token
 
@@ -29,6 +28,12 @@ def tolerance(cpu: Number, gpu: Number) -> Number:
 def keeps_tokens(kv_dtype: str | None = None, quantization: str | None = None) -> bool:
     """Whether a request gets the same tokens in every batch, with logprobs that differ by LOGPROB_ERROR at most."""
     return IS_EXACT or (kv_dtype in (None, "float32") and quantization is None)
+
+
+def quantized_error(quantization: str | None) -> float:
+    """Return by how much the logprobs of a tiny model differ at most, on average, where levels are rounded otherwise.
+    Answers to different prompts differ by 0.4 to 1.0. In float8, activations may choose other experts."""
+    return 0.8 if quantization == "fp8" else 0.3
 
 
 def check_same(found: Sequence[Sequence[Step]], wanted: Sequence[Sequence[Step]]) -> None:

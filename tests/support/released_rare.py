@@ -32,6 +32,12 @@ RARE: dict[str, Settings] = {
         "layer_norm_epsilon": 1e-05, "n_ctx": 2048, "n_embd": 1024, "n_head": 16, "n_inner": None, "n_layer": 20,
         "n_positions": 2048, "resid_pdrop": 0.0, "rotary_dim": 32, "scale_attn_weights": True, "tie_word_embeddings":
         False, "use_cache": True, "vocab_size": 51200},
+    "xglm-564M": {
+        "architectures": ["XGLMForCausalLM"], "model_type": "xglm", "activation_dropout": 0, "activation_function":
+        "gelu", "attention_dropout": 0.1, "attention_heads": 16, "bos_token_id": 0, "d_model": 1024,
+        "decoder_start_token_id": 2, "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 4096, "init_std": 0.02, "layerdrop":
+        0.0, "max_position_embeddings": 2048, "num_layers": 24, "pad_token_id": 1, "scale_embedding": True,
+        "use_cache": True, "vocab_size": 256008},
     "gemma-3n-E2B-it": {
         "architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "eos_token_id": [1, 106],
         "text_config": {

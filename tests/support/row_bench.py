@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,7 @@ class RowBench:
         kv_dtype: Literal["float32", "bfloat16", "float8", "int8", "int4"] | None = None, block_size: int = 4,
         dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:  # fmt: skip
+        config = replace(config, indexer=None)  # as on a GPU
         self.config, self._size = config, block_size
         device = DeviceConfig(DEVICE, dtype, kv_dtype or dtype, attention_backend="triton", quantization=quantization)
         builder = LayerBuilder(device, config.heads, block_size, config.local_heads)

@@ -467,6 +467,10 @@ def greedy_reference(model: torch.nn.Module, prompt: Sequence[int], count: int) 
         for _ in range(count):
             begin = len(tokens) - fed.shape[1]  # transformers' Bamba counts positions from 0 in every call
             own = {"position_ids": begin + torch.arange(fed.shape[1])[None]} if _is_bamba(model) else {}
+            if getattr(model.config, "model_type", None) == "recurrent_gemma":  # returns no cache
+                logits.append(model(torch.tensor([tokens]), use_cache=False).logits[0, -1])
+                tokens.append(int(logits[-1].argmax()))
+                continue
             key = "cache_params" if hasattr(model, "backbone") else "past_key_values"  # of Mamba
             out = model(fed, **{key: cache}, use_cache=True, **own)
             cache = out[key]

@@ -180,6 +180,12 @@ def _experts(experts: Experts, index: int, size: int, *, whole: bool) -> Experts
 
 
 def _recurrent(recurrent: Recurrent, index: int, size: int) -> Recurrent:
+    if recurrent.kind == "rg_lru":
+        own, block = (
+            share_heads(recurrent.blocks, recurrent.blocks, index, size),
+            recurrent.value_heads // recurrent.blocks,
+        )
+        return replace(recurrent, value_heads=len(own.kv) * block, blocks=len(own.kv))
     if recurrent.kind in ("convolution", "selective"):
         return replace(recurrent, value_heads=len(share_size(recurrent.value_heads, index, size)))
     share = share_heads(recurrent.value_heads, recurrent.key_heads, index, size)

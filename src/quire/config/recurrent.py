@@ -34,8 +34,9 @@ class Recurrent:
 
     A gated delta net ("delta") convolves queries, keys and values. A Mamba-2 layer ("mamba") convolves x, B and C: its
     heads are the value heads, its groups the key heads. A Mamba layer ("selective") convolves x: it has no key heads,
-    and for each channel a value head of one element, with a state of `key_dim` elements. A "convolution" is nothing
-    else: it has one key head of no elements, and a value head of one element for each channel.
+    and for each channel a value head of one element, with a state of `key_dim` elements. So does an RG-LRU layer
+    ("rg_lru"), with a state of one element. A "convolution" is nothing else: it has one key head of no elements, and a
+    value head of one element for each channel.
     """
 
     key_heads: int
@@ -45,10 +46,13 @@ class Recurrent:
     width: int  # tokens in the convolution
     layers: tuple[int, ...]  # the recurrent layers; all others are attention layers
     joined: bool = False  # checkpoints store the input projections interleaved by key head, in two matrices
-    kind: Literal["delta", "mamba", "selective", "convolution"] = "delta"
+    separate: bool = False  # checkpoints store the convolutions of queries, keys and values apart (Olmo Hybrid)
+    most_strength: float = 1.0  # of the update of a delta net
+    kind: Literal["delta", "mamba", "selective", "rg_lru", "convolution"] = "delta"
     has_bias: bool = False  # of the convolution; of a "convolution" layer: of its projections too
     mamba: Mamba | None = None  # of Mamba-2 layers
     selective: Selective | None = None  # of Mamba layers
+    blocks: int = 0  # of an RG-LRU layer: its gates are computed within each block of neighbouring channels
     beside_attention: bool = False  # recurrent layers attend too
 
     @property

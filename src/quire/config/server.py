@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from quire.config.arguments import EngineArguments
 
+DEFAULT_CONNECTIONS = 16_384  # of one edge: the limit `connections`
 DEFAULT_PORT = 8000
 DEFAULT_DRAIN_SECONDS = 30.0
 DEFAULT_STEP_TIMEOUT = 10.0

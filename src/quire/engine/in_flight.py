@@ -191,7 +191,8 @@ def find_awaited(
     """
     if num_ahead == len(plan.decode_rows):
         sampled = [row for chunk in plan.chunks for row in chunk.sample_rows]
-        if not any(map(_awaits, [table.sequences[row] for row in sampled])):  # as usual
+        sequences = [table.sequences[row] for row in sampled]
+        if not [each for each in sequences if each is not None and each.state is _AWAITING]:  # as usual
             return (), sampled, None
     samples = [(row, 1) for row in plan.decode_rows[num_ahead:].tolist()]
     samples += [(row, chunk.num_sampled) for chunk in plan.chunks for row in chunk.sample_rows]

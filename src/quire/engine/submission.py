@@ -282,7 +282,8 @@ def make_group(request: Submit, ordinal: int, limit: int, handle: int, vocab_siz
 
 def add_sequences(group: Group, new_table: Callable[[], BlockTable], controller: StepController) -> None:
     """Add the first sequences of a group: one for a beam search, otherwise one for each sample."""
-    count = 1 if group.search is not None else group.request.sampling.num_sequences
+    sampling = group.request.sampling
+    count = 1 if group.search is not None else sampling.best_of or sampling.n
     for index in range(count):
         own = controller if index == 0 or controller is PLAIN else controller.clone()
         handle = NOT_STREAMED if group.is_ranked else group.handle + index

@@ -33,6 +33,7 @@ from quire.types.value_checks import Whole
 class _Live:
     request: Submit
     prompt: str | None
+    token_ids: Sequence[int] | None  # of the prompt, as the user gave them
     handle: int  # of sample 0
     place: int  # index into the list of outputs
     submitted_at: float
@@ -50,8 +51,8 @@ class Batch:
     """Submits requests, receives the engine's tokens, and assembles outputs in the order of submission.
 
     Samples with stop strings are detokenized token by token; with `follow_all`, all samples are. Outputs have text only
-    if there is a tokenizer and the request asks for text. Without `keep_outputs`, outputs are available only from
-    `take_ended`, and nothing else of a finished request is kept.
+    if there is a tokenizer and the request asks for text. Without `keep_outputs`, nothing of a finished request is kept
+    but what `take_ended` returns.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Batch:
         self._followed: dict[int, tuple[_Live, int]] = {}  # by sample handle
         self._outputs: list[RequestOutput | None] = []
         self._ended: list[Ended] = []
-        self.errors: list[QuireError] = []
+        self.errors: list[QuireError] = []  # of requests whose outputs are kept
         self.num_output_tokens = 0
 
     @property
@@ -86,13 +87,14 @@ class Batch:
         """The outputs of all finished requests, in the order of submission."""
         return [output for output in self._outputs if output is not None]
 
-    def submit(self, request: Submit, prompt: str | None) -> None:
-        """Queue one request. Raises InvalidRequest and leaves the batch unchanged."""
-        follower = None
-        if self._follow_all or request.sampling.ends_by_text:
+    def submit(self, request: Submit, prompt: str | None, token_ids: Sequence[int] | None = None) -> None:
+        """Queue one request. `token_ids` are those of its prompt, if they are at hand as ints: its output gets them.
+        Raises InvalidRequest and leaves the batch unchanged."""
+        follower, sampling = None, request.sampling
+        if self._follow_all or sampling.stop or sampling.repetition_detection is not None:
             follower = RequestFollower(request, self._tokenizer, wants_all=self._follow_all)
         handle = self._client.submit(request)
-        live = _Live(request, prompt, handle, len(self._outputs), time.monotonic(), follower)
+        live = _Live(request, prompt, token_ids, handle, len(self._outputs), time.monotonic(), follower)
         self._live[request.request_id] = live
         if self._keep_outputs:
             self._outputs.append(None)
@@ -111,7 +113,7 @@ class Batch:
         return pieces
 
     def take_ended(self) -> list[Ended]:
-        """Return the requests that have ended since the last call."""
+        """Without `keep_outputs`: return the requests that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -154,13 +156,15 @@ class Batch:
             rest, texts = follower.finish(finished), follower.texts
             for index in range(live.request.sampling.n):
                 self._followed.pop(live.handle + index, None)
-        output = self._builder.build(live.request, live.prompt, finished, texts)
+        output = self._builder.build(live.request, live.prompt, finished, texts, live.token_ids)
         output.metrics["latency_seconds"] = time.monotonic() - live.submitted_at
         error = None if finished.error is None else request_fault(finished) or self._failure(finished.error)
-        self._ended.append(Ended(output, error))
         if self._keep_outputs:
             self._outputs[live.place] = output
-            self.errors += [] if error is None else [error]
+            if error is not None:
+                self.errors.append(error)
+        else:
+            self._ended.append(Ended(output, error))
         if not self._follow_all or follower is None:
             return []
         name, is_new = live.request.request_id, follower.is_ranked
@@ -215,12 +219,14 @@ class Feed:
         requests = self._make(slice(self._next, self._next + count))
         for request in requests:
             try:
-                self._batch.submit(request, self._prompts[self._next].text)
+                prompt = self._prompts[self._next]
+                token_ids = None if request.images else prompt.token_ids
+                self._batch.submit(request, prompt.text, token_ids)
             except InvalidRequest as error:
                 where = f"prompts[{self._next}]: " if len(self._prompts) > 1 else ""
                 raise InvalidRequest(where + error.field, error.reason, error.fix) from None
             self._next += 1
-        return sum(len(request.prompt_token_ids) for request in requests)
+        return sum([len(request.prompt_token_ids) for request in requests])
 
 
 class LiveRequest:
@@ -314,6 +320,7 @@ class LiveRequests:
         self._client, self._tokenizer = client, tokenizer
         self._batch: Batch | None = None
         self._live: dict[str, LiveRequest] = {}
+        self._errors: list[QuireError] = []  # of requests that failed in the batch; each step raises one
 
     @property
     def is_live(self) -> bool:
@@ -322,7 +329,7 @@ class LiveRequests:
     def start(self, request: Submit, prompt: str | None = None) -> LiveRequest:
         """Submit a request. Raises InvalidRequest and starts nothing."""
         if self._batch is None or not self._live:
-            self._batch = Batch(self._client, self._tokenizer, follow_all=True)
+            self._batch, self._errors = Batch(self._client, self._tokenizer, follow_all=True, keep_outputs=False), []
         self._batch.submit(request, prompt)
         live = self._live[request.request_id] = LiveRequest(request, self.step, self._client.abort)
         return live
@@ -344,8 +351,9 @@ class LiveRequests:
             self._live[piece.request_id].take(piece)
         for end in ended:
             self._live.pop(end.output.request_id).settle(end.output)
-        if batch.errors:
-            raise batch.errors.pop(0)
+            self._errors += () if end.error is None else (end.error,)
+        if self._errors:
+            raise self._errors.pop(0)
         return pieces
 
 

@@ -231,10 +231,15 @@ class OutputBuilder:
         self._names: dict[int, str] = {}
 
     def build(
-        self, request: Submit, prompt: str | None, finished: Finished, texts: Mapping[int, SampleText]
+        self,
+        request: Submit,
+        prompt: str | None,
+        finished: Finished,
+        texts: Mapping[int, SampleText],
+        token_ids: Sequence[int] | None = None,
     ) -> RequestOutput:
         """Build the output of a finished request. `texts` holds, by sample index, the texts that were followed token by
-        token; all others are decoded here."""
+        token; all others are decoded here. `token_ids` are those of the request, if they are at hand as ints."""
         outputs = [self._completion(request, end, texts.get(end.index), finished.error) for end in finished.samples]
         prompt_logprobs = None
         if request.sampling.prompt_logprobs is not None and finished.prompt_logprobs is not None:
@@ -243,17 +248,18 @@ class OutputBuilder:
             ]
         if len(outputs) > 1:
             outputs.sort(key=lambda output: output.index)
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=prompt,
-            prompt_token_ids=request.prompt_token_ids.tolist(),
-            outputs=outputs,
-            finished=True,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=finished.num_cached_tokens,
-            metrics={"num_preemptions": float(finished.num_preemptions)},
-            sampling=request.sampling,
-            adapter=request.adapter,
+        metrics = {"num_preemptions": float(finished.num_preemptions)}
+        return RequestOutput(  # without names, which would take as long again
+            request.request_id,
+            prompt,
+            request.prompt_token_ids.tolist() if token_ids is None else list(token_ids),
+            outputs,
+            True,
+            prompt_logprobs,
+            finished.num_cached_tokens,
+            metrics,
+            request.sampling,
+            request.adapter,
         )
 
     def _completion(
@@ -261,16 +267,16 @@ class OutputBuilder:
     ) -> CompletionOutput:
         if text is not None:
             end = cut_at_stop(end, text)
-        stop_reason = error if end.finish_reason == "error" else end.stop_reason
-        token_ids, total, entries = end.token_ids, end.cumulative_logprob, None
+        index, token_ids, finish_reason, stop_reason, logprobs, total, score = end
+        entries = None
         if request.sampling.logprobs is not None:
             num_named = len(tuple(request.sampling.logprob_token_ids or ()))
-            entries = [self.read_logprobs(entry, num_named) for entry in end.logprobs]
-            total = _sum_of(end.logprobs)
+            entries = [self.read_logprobs(entry, num_named) for entry in logprobs]
+            total = _sum_of(logprobs)
         shown = self._decode(request, token_ids) if text is None else text.text
-        return CompletionOutput(
-            end.index, shown, list(token_ids), total, entries, end.finish_reason, stop_reason, end.score
-        )
+        if finish_reason == "error":
+            stop_reason = error
+        return CompletionOutput(index, shown, list(token_ids), total, entries, finish_reason, stop_reason, score)
 
     def _decode(self, request: Submit, token_ids: Sequence[int]) -> str:
         sampling = request.sampling

@@ -327,10 +327,10 @@ class RequestMaker:
         With `check`, its structured outputs are checked here, which may take a second. Without, the caller checks them
         and adds the grammar. Raises InvalidRequest.
         """
-        extra = params.samplers
-        if extra is not None and extra.uses_dry:
-            return replace(self._rules(params, check=check), dry_breakers=self._breakers(extra.breakers))
-        return self._rules(params, check=check)
+        rules = self._rules(params, check=check)
+        if params.extra is not None and (extra := params.samplers) is not None and extra.uses_dry:
+            return replace(rules, dry_breakers=self._breakers(extra.breakers))
+        return rules
 
     def _breakers(self, texts: tuple[str, ...]) -> tuple[int, ...]:
         """Return the tokens that contain one of DRY's sequence breakers."""
@@ -344,7 +344,8 @@ class RequestMaker:
         return self._token_search.ids_with(texts)
 
     def _rules(self, params: SamplingParams, *, check: bool) -> TokenRules:
-        if not (params.bad_words or params.stop_token_ids or params.ends_by_text or params.structure):
+        is_plain = params.structured_outputs is None and params.repetition_detection is None
+        if is_plain and not (params.bad_words or params.stop_token_ids or params.stop):
             return self._plain_rules[params.ignore_eos]
         bad_words, stops = tuple(params.bad_words or ()), params.stops
         if self._tokenizer is None and (bad_words or params.ends_by_text):

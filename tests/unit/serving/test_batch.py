@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.serving.batch import Batch
+from quire.serving.batch import Batch, Feed
 from quire.serving.requests import Prompt, RequestMaker
 from quire.types.output import RequestOutput
 from quire.types.sampling import SamplingParams
@@ -135,6 +135,18 @@ def test_outputs_come_in_the_order_of_submission() -> None:
     assert [output.outputs[0].text for output in batch.outputs] == [prompt * 3 for prompt in prompts]
     assert batch.num_finished == 4
     assert all(output.metrics["latency_seconds"] >= 0 for output in batch.outputs)
+
+
+def test_the_prompt_of_an_output_is_a_list_of_its_own() -> None:
+    client, maker = make_client(ScriptedExecutor(lambda prompt, index: "fine")), RequestMaker(TOKENIZER, ())
+    batch, prompts = Batch(client, TOKENIZER), [Prompt(token_ids=tuple(ids("abc"))), Prompt(text="abc")]
+    feed = Feed(batch, [*prompts, *prompts], lambda part: maker.make([*prompts, *prompts][part], [LONG] * 4))
+    feed.submit_all()
+    while batch.is_live:
+        batch.step()
+    assert [output.prompt_token_ids for output in batch.outputs] == [ids("abc")] * 4
+    batch.outputs[0].prompt_token_ids.clear()
+    assert batch.outputs[2].prompt_token_ids == ids("abc")
 
 
 def test_a_cancelled_batch_leaves_the_engine_free() -> None:

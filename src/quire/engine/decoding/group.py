@@ -45,9 +45,12 @@ class SequenceState(Enum):
 
 
 class Ticking(Protocol):
-    """An AheadSet, of which only the tick is read."""
+    """The part of an AheadSet that its sequences know."""
 
     tick: int
+
+    def leave(self, sequence: Sequence) -> None:
+        """Remove a sequence."""
 
 
 class Sequence:
@@ -152,7 +155,8 @@ class Ledger:
     def note(
         self, kind: LedgerKind, at: float, amount: int = 0, note: str = "", miss: PrefixMiss | None = None
     ) -> None:
-        """Add an entry. Many consecutive chunks become one entry."""
+        """Add an entry. Many consecutive chunks become one entry. `miss`: why no more of the prompt was found in the
+        prefix cache."""
         entries = self._entries
         if len(entries) < _MERGE_FROM:
             entries.append((kind, at, amount, note, miss))
@@ -163,10 +167,6 @@ class Ledger:
             entries.append((kind, at, amount, note, miss))
         else:
             self._left_out += 1
-
-    def note_miss(self, at: float, miss: PrefixMiss) -> None:
-        """Add the entry that says why no more of the prompt was found in the prefix cache."""
-        self.note("missed", at, miss.num_found + 1, "", miss)
 
     def finish(self, at: float, amount: int, note: str) -> tuple[LedgerFields, ...]:
         """Return the fields of all entries, followed by the end."""
@@ -185,7 +185,8 @@ class Hit(NamedTuple):
     changes: int  # of the node of `whole`, at the time of the lookup
     plan: int  # the number of the plan for which it was looked up
     whole: Match  # as long or longer: includes cached blocks without their window blocks or states
-    version: tuple[int, int] = NO_VERSION  # of the pool
+    version: tuple[int, int]  # of the pool
+    limit: int  # how many tokens were looked up
 
     def is_held(self, tree: PrefixTree, salt: str) -> bool:
         """Whether the tree still holds the blocks that the lookup found, and nothing was added where they ended."""
@@ -241,18 +242,20 @@ class Group:
     prompt: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.request.prompt_token_ids)
-        pooling, sampling = self.request.pooling, self.request.sampling
+        request = self.request
+        self.num_prompt = len(request.prompt_token_ids)
+        pooling, sampling = request.pooling, request.sampling
         self.num_reusable = self.limit
         if pooling is not None and pooling.kind != "last":
             self.num_reusable = 0
         elif sampling.prompt_logprobs is not None:  # a token's logprob comes from the position before it
             self.num_reusable = max((sampling.prompt_logprobs_start or 0) - 1, 0)
         self.prompt_limit = min(self.num_prompt - 1, self.num_reusable)
-        self.reads_cache, self.cache_root = self.num_reusable > 0, self.request.cache_root
+        self.reads_cache = self.num_reusable > 0
+        self.cache_root = request.cache_root if request.cache_salt or request.adapter_digest else ""
         best_of = sampling.best_of
         self.is_ranked = self.search is not None or (best_of is not None and best_of > sampling.n)
-        self.prompt = self.request.key_tokens
+        self.prompt = request.key_tokens if request.images else request.prompt_token_ids.tobytes()
 
     @property
     def leader(self) -> Sequence:

@@ -67,31 +67,27 @@ class OnDemandAllocation:
     def has_room(self, group: Group, running: RunningGroups) -> bool:
         """Whether there are blocks for the group's known tokens and for its next growth, so that it is not preempted at
         once, in addition to the blocks that running prompts still need."""
-        if self._has_plenty(group) or not len(running):
+        pool, size = self._pool, self._block_size
+        if self._is_plain and len(group.live) == 1 and not (group.num_preemptions or self._no_preempt or group.search):
+            # A group of one sequence that was never preempted, as usual: it may have room even without sharing.
+            num_tokens = group.num_prompt + len(group.live[0].outputs) + self._rows.num_taken * self._headroom_tokens
+            if num_tokens <= (pool.num_free - self._num_owed - 2) * size:  # 2, because both are rounded up
+                return True
+        if not len(running):
             return True
-        if not self._pool.has_states(len(group.live) + group.num_beams_to_come):
+        if not pool.has_states(len(group.live) + group.num_beams_to_come):
             return False
-        size, shareable = self._block_size, group.num_prompt // self._block_size
-        own = 0
+        shareable, own = group.num_prompt // size, 0
         for sequence in group.live:
             own += -(-(group.num_prompt + len(sequence.outputs)) // size) - shareable
-        with_windows = self._pool.with_windows
+        with_windows = pool.with_windows
         own = with_windows(own, len(group.live))
-        left = self._pool.num_free - self._num_owed - own  # free blocks if it shared its whole prompt
+        left = pool.num_free - self._num_owed - own  # free blocks if it shared its whole prompt
         growth = self._headroom(group, running, left)
         missing = with_windows(shareable) + with_windows(growth, growth) - left
         if 0 < missing <= shareable:  # blocks that running sequences hold cost nothing
             missing -= self._num_shared(group)
         return missing <= 0
-
-    def _has_plenty(self, group: Group) -> bool:
-        """Whether a group of one sequence that was never preempted has room even without sharing. This is the usual
-        case, and takes few operations."""
-        if group.num_preemptions or self._no_preempt or not self._is_plain or len(group.live) != 1 or group.search:
-            return False
-        num_tokens = group.num_prompt + len(group.live[0].outputs) + self._rows.num_taken * self._headroom_tokens
-        # 2, because both are rounded up.
-        return num_tokens <= (self._pool.num_free - self._num_owed - 2) * self._block_size
 
     def _num_shared(self, group: Group) -> int:
         """Return how many whole blocks of the group's prefix hit have a holder now. Sharing them takes no free

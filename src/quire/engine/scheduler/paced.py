@@ -11,7 +11,6 @@ from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.row_table import RowTable
-from quire.types.step import Chunk
 
 FORCED_ROWS = 16  # with more running sequences, drafts of forced tokens are not worth their cost
 
@@ -84,7 +83,7 @@ class PacedSet:
         if is_whole and end - start == 1:
             builder.compute_one(row, start)
         else:
-            builder.compute(Chunk(row, start, end - start, (row,) if is_whole else ()))
+            builder.compute(row, start, end - start, (row,) if is_whole else ())
         if is_whole:
             del self.due[sequence]
             sequence.state = SequenceState.AWAITING

@@ -27,6 +27,8 @@ from quire.types.step import (
 )
 from quire.types.transfer import SlotMove, Transfers
 
+_make = tuple.__new__  # with all fields of a NamedTuple; takes a third of the time of its own constructor
+
 
 class PlanBuilder:
     """Collects what one step computes and changes. `drop` removes everything that was planned for a row, when its group
@@ -124,10 +126,10 @@ class PlanBuilder:
         """Copy a block into the target block of a row that this plan introduces."""
         self._copies.append((row, copy))
 
-    def compute(self, chunk: Chunk) -> None:
+    def compute(self, row: int, start: int, num_tokens: int, sample_rows: tuple[int, ...]) -> None:
         """Compute a chunk of known tokens."""
-        self._chunks[chunk.row] = chunk
-        self.budget -= chunk.num_tokens
+        self._chunks[row] = _make(Chunk, (row, start, num_tokens, sample_rows, 1))
+        self.budget -= num_tokens
 
     def compute_one(self, row: int, position: int) -> None:
         """Compute one token of a paced row as a decode row."""
@@ -325,7 +327,7 @@ def _new_row(sequence: Sequence, pool: BlockPool) -> NewRow:
         request.pooling,
         group.slot,
     )
-    return tuple.__new__(NewRow, fields)  # NewRow() takes three times as long
+    return _make(NewRow, fields)
 
 
 def _memory_of(blocks: list[int], pool: BlockPool) -> list[int]:

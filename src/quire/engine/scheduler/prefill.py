@@ -13,7 +13,6 @@ from quire.engine.scheduler.adapter_slots import NO_SLOT
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import NEAR
 from quire.types.images import PromptImage
-from quire.types.step import Chunk
 
 if TYPE_CHECKING:
     from quire.engine.scheduler.scheduler import Scheduler
@@ -143,7 +142,7 @@ class Prefill:
                 for each in sampling:
                     self._start_decoding(builder, each)
                 rows = tuple([each.row for each in sampling if each.row is not None])
-        builder.compute(tuple.__new__(Chunk, (sequence.row, start, count, rows, 1)))
+        builder.compute(sequence.row, start, count, rows)
         return True
 
     def _encode_images(self, builder: PlanBuilder, sequence: Sequence, start: int, count: int) -> int:

@@ -23,6 +23,7 @@ from quire.engine.scheduler.row_table import RowTable
 from quire.types.step import Chunk
 
 _NOTHING_LOADED: Counter[str] = Counter()
+_make = tuple.__new__  # with all fields of a NamedTuple; takes a third of the time of its own constructor
 
 
 class PrefixReuse:
@@ -40,7 +41,7 @@ class PrefixReuse:
         self._cut = cut_for if isinstance(pool, GroupedPool) else None
         self._filler = make_filler(pool, tree, block_size)
         self._publisher = Publisher(pool, tree, tiers, rows, block_size)
-        self._in_progress = self._publisher.in_progress
+        self._in_progress, self.publish_last = self._publisher.in_progress, self._publisher.publish_last
         self._has_tiers = not isinstance(tiers, NoTiers)
         self._loading: dict[Group, None] = {}  # groups for which the current plan loads blocks
         self.prefetch: FilePrefetch | None = None  # None without a disk tier and without other engines
@@ -65,21 +66,23 @@ class PrefixReuse:
         if tree is None or not group.reads_cache:
             return NO_MATCH
         if hit is None or not hit.is_held(tree, group.cache_root):
-            return self._look(tree, group)
+            return self._look(tree, group).match
         if self._cut is not None and hit.version != self._pool.version:
             hit = group.hit = hit._replace(match=cut_again_for(tree, hit, group.live[0]), version=self._pool.version)
         return hit.match
 
-    def _look(self, tree: PrefixTree, group: Group) -> Match:
-        match = whole = self._match(tree, group.live[0], self._leader_limit(group))
+    def _look(self, tree: PrefixTree, group: Group) -> Hit:
+        leader = group.live[0]
+        limit = self._leader_limit(group) if leader.outputs else group.prompt_limit
+        match = whole = self._match(tree, leader, limit)
         version = NO_VERSION
         if self._cut is not None:
-            match, version = self._cut(tree, whole, group.live[0]), self._pool.version
+            match, version = self._cut(tree, whole, leader), self._pool.version
         node, num_blocks, _, _, _ = whole
         changes = 0 if node is None else node.changes
-        group.hit = tuple.__new__(Hit, (match, changes, self._plan, whole, version))
+        group.hit = hit = _make(Hit, (match, changes, self._plan, whole, version, limit))
         group.num_known = num_blocks * self._block_size
-        return match
+        return hit
 
     def num_cached(self, group: Group) -> int:
         """Return how many of a waiting group's first tokens are cached. It may miss less than a block that was cached
@@ -154,7 +157,7 @@ class PrefixReuse:
         tree = self._tree
         if tree is None or not self.reads_cache(group):
             return []
-        match, limit = self._look(tree, group), self._leader_limit(group)
+        match, limit = self._look(tree, group).match, self._leader_limit(group)
         if num_blocks is not None:
             limit = min(limit, (match.num_blocks + num_blocks) * self._block_size)
         return self._tiers.find_files(match, self._query(group.leader, limit))
@@ -164,7 +167,7 @@ class PrefixReuse:
         if self._tree is None or not self.reads_cache(group):
             return None
         query = self._query(group.leader, self._leader_limit(group))
-        return self._tiers.ask(self._look(self._tree, group), query, awaits=group.request.prefilled)
+        return self._tiers.ask(self._look(self._tree, group).match, query, awaits=group.request.prefilled)
 
     # -------------------------------------------------------------------------------------------------- attaching
     def attach(self, builder: PlanBuilder, group: Group, now: float) -> bool:
@@ -195,7 +198,8 @@ class PrefixReuse:
             self._tiers.on_hit(match)
             builder.introduce(sequence)
         match, hit = found[group.leader]
-        self._note(group, match, hit.num_tokens, limits[group.leader], num_computed(group), loaded, now)
+        num_cached, limit = max(match.num_tokens, hit.num_tokens), limits[group.leader]
+        self._note(group, match, num_cached, limit, num_computed(group), loaded, now)
         group.origin = group.hit = None
         if waits or any(sequence.num_swapped for sequence in group.live):
             self._loading[group] = None
@@ -205,16 +209,18 @@ class PrefixReuse:
 
     def _attach_one(self, builder: PlanBuilder, group: Group, now: float) -> None:
         """`attach` for a group of one sequence, without tiers and branches."""
-        sequence, tree, limit = group.live[0], self._tree, self._leader_limit(group)
-        match = NO_MATCH
+        sequence, tree, match, limit = group.live[0], self._tree, NO_MATCH, 0
         if tree is not None and group.reads_cache:
-            hit = group.hit  # the tree still holds it, because `wait_if_pending` has just looked it up
-            match = hit.match if hit is not None and hit.plan == self._plan else self._look(tree, group)
+            hit = group.hit  # of this plan, as usual: the tree still holds what `wait_if_pending` has just looked up
+            if hit is None or hit.plan != self._plan:
+                hit = self._look(tree, group)
+            match, _, _, _, _, limit = hit
         self._fill_from_tree(sequence, match)
-        if match.partial is not None:
+        _, _, num_tokens, partial, _ = match
+        if partial is not None:
             self._filler.copy_partials({sequence: match}, builder)
         builder.introduce(sequence)
-        self._note(group, match, 0, limit, sequence.num_computed, _NOTHING_LOADED, now)
+        self._note(group, match, num_tokens, limit, sequence.num_computed, _NOTHING_LOADED, now)
         group.hit = None
         if tree is not None:
             self._in_progress.enter(sequence)
@@ -285,21 +291,20 @@ class PrefixReuse:
         return min(source.num_tokens, computed, group.num_prompt - 1)
 
     def _note(
-        self, group: Group, match: Match, in_tiers: int, limit: int, num_found: int, loaded: Counter[str], now: float
+        self, group: Group, match: Match, num_cached: int, limit: int, num_found: int, loaded: Counter[str], now: float
     ) -> None:
-        """Count the tokens found, and note in the ledger how many were found and why no more. `in_tiers`: tokens in the
-        cache including its tiers, if that is more than the match."""
+        """Count the tokens found, and note in the ledger how many were found and why no more. `num_cached`: how many
+        the cache and its tiers have."""
         if num_found:
             group.ledger.note("cached", now, num_found, sources_of(num_found, loaded) if loaded else "")
         tree = self._tree if group.reads_cache else None
-        if tree is not None and num_found < limit and num_found == max(match.num_tokens, in_tiers):
+        if tree is not None and num_found < limit and num_found == num_cached:
             miss = why_missed(tree, match, group.request, group.live[0].tokens, num_found, now)
-            group.ledger.note_miss(now, miss)
+            group.ledger.note("missed", now, num_found + 1, "", miss)
         if group.num_cached is None:
-            num_prompt = group.num_prompt
-            group.num_cached = num_cached = num_found if num_found < num_prompt else num_prompt
-            self.num_hits += num_cached
-            self.num_queries += 0 if tree is None else num_prompt
+            group.num_cached = num_hits = num_found if num_found < group.num_prompt else group.num_prompt
+            self.num_hits += num_hits
+            self.num_queries += 0 if tree is None else group.num_prompt
             if loaded:
                 self.tier_hits += loaded
 
@@ -309,8 +314,10 @@ class PrefixReuse:
         Publish the blocks that are not published lazily."""
         if self._tree is not None:
             before = None  # the chunks of a group are consecutive, and the first one publishes for all
+            sequences = self._rows.sequences
             for chunk in chunks:
-                sequence = self._rows.sequence_at(chunk.row)
+                sequence = sequences[chunk[0]]
+                assert sequence is not None
                 group = sequence.group
                 if group.held_chunks is None:
                     self.note_computed(sequence, chunk, publishes=group is not before)
@@ -330,27 +337,22 @@ class PrefixReuse:
     def note_computed(self, sequence: Sequence, chunk: Chunk, *, publishes: bool = True) -> None:
         """Note that a plan computes a chunk of a sequence. Groups of several sequences, and engines with tiers, publish
         all their blocks at once (`publishes`). Others publish them when a lookup could use them (lazy publishing)."""
-        group = sequence.group
+        group, (row, _, _, sample_rows, _) = sequence.group, chunk
         known = group.num_prompt + len(sequence.outputs)
         sequence.num_readable = sequence.num_computed if sequence.num_computed < known else known
         if self._has_tiers or len(group.live) > 1 or group.search is not None:
             if publishes:
                 self.publish_group(group)
             self._in_progress.enter(sequence)
-        if chunk.sample_rows == (chunk.row,) and group.search is None:
+        if sample_rows == (row,) and group.search is None:
             self._publisher.live.enter(sequence)
-        elif chunk.sample_rows and group.search is None:
-            for row in chunk.sample_rows:
-                self._publisher.live.enter(self._rows.sequence_at(row))
-        if self._in_progress.has_waiters(sequence):
-            is_whole = bool(chunk.sample_rows) or group.is_forked
+        elif sample_rows and group.search is None:
+            for each in sample_rows:
+                self._publisher.live.enter(self._rows.sequence_at(each))
+        if sequence in self._in_progress.waiting:
+            is_whole = bool(sample_rows) or group.is_forked
             num_blocks = None if is_whole else sequence.num_readable // self._block_size
             self.ready += self._in_progress.wake(sequence, num_blocks)
-
-    def publish_last(self, sequence: Sequence, row: int) -> None:
-        """Publish the computed full blocks of a sequence that has ended and released `row`; its table is freed next.
-        Its copies of blocks that are already cached are released."""
-        self._publisher.publish_last(sequence, row)
 
     def publish_group(self, group: Group, *, leaving: bool = False) -> None:
         """Publish the full blocks of all introduced sequences of a group, which may share blocks, as far as their

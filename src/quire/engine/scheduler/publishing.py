@@ -118,7 +118,7 @@ class PromptsInProgress:
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
         self._sequences: dict[Place, Sequence] = {}
         self._places: dict[Sequence, Place] = {}
-        self._waiting: dict[Sequence, dict[Group, int]] = {}  # waiting group -> blocks it needs, by sequence
+        self.waiting: dict[Sequence, dict[Group, int]] = {}  # waiting group -> blocks it needs, by sequence; read-only
         self._awaited: dict[Group, Sequence] = {}  # the sequence that each waiting group waits for
 
     def __bool__(self) -> bool:
@@ -130,7 +130,7 @@ class PromptsInProgress:
         table, width, places = sequence.table, self._width, self._places
         node = table.node
         if sequence in places:
-            self._forget_place(sequence)
+            del self._sequences[places.pop(sequence)]
         if node is None or node.is_detached or table.is_duplicate:
             return
         start = node.end * width
@@ -154,13 +154,15 @@ class PromptsInProgress:
 
     def remove(self, sequence: Sequence) -> list[Group]:
         """Remove a sequence that loses its row. Returns the groups that waited for it. Idempotent."""
-        self._forget_place(sequence)
-        return self.wake(sequence, None) if sequence in self._waiting else []
+        place = self._places.pop(sequence, None)
+        if place is not None:
+            del self._sequences[place]
+        return self.wake(sequence, None) if sequence in self.waiting else []
 
     def clear(self) -> list[Group]:
         """Remove everything, because the prefix tree is cleared. Returns the groups that waited."""
         woken = list(self._awaited)
-        for held in (self._sequences, self._places, self._waiting, self._awaited):
+        for held in (self._sequences, self._places, self.waiting, self._awaited):
             held.clear()
         return woken
 
@@ -169,17 +171,13 @@ class PromptsInProgress:
         """Let a group wait for the blocks that its first `limit` tokens share with a sequence's prompt."""
         theirs, whole = sequence.group.prompt, limit // self._block_size * self._width
         shared = common_bytes(group.prompt, theirs, 0, min(whole, len(theirs))) // self._width
-        self._waiting.setdefault(sequence, {})[group] = shared
+        self.waiting.setdefault(sequence, {})[group] = shared
         self._awaited[group] = sequence
-
-    def has_waiters(self, sequence: Sequence) -> bool:
-        """Whether any group waits for a sequence."""
-        return sequence in self._waiting
 
     def wake(self, sequence: Sequence, num_blocks: int | None) -> list[Group]:
         """Note that a sequence has computed `num_blocks` blocks (None: its whole prompt). Returns the groups that no
         longer need to wait for it."""
-        waiting = self._waiting.get(sequence)
+        waiting = self.waiting.get(sequence)
         if waiting is None:
             return []
         woken = [group for group, shared in waiting.items() if num_blocks is None or shared <= num_blocks]
@@ -191,21 +189,16 @@ class PromptsInProgress:
         """Remove a waiting group. Idempotent."""
         sequence = self._awaited.pop(group, None)
         if sequence is not None:
-            waiting = self._waiting[sequence]
+            waiting = self.waiting[sequence]
             del waiting[group]
             if not waiting:
-                del self._waiting[sequence]
-
-    def _forget_place(self, sequence: Sequence) -> None:
-        place = self._places.pop(sequence, None)
-        if place is not None:
-            del self._sequences[place]
+                del self.waiting[sequence]
 
     def check(self) -> None:
         assert self._places == {sequence: place for place, sequence in self._sequences.items()}
-        assert self._awaited == {group: each for each, groups in self._waiting.items() for group in groups}
-        assert all(self._waiting.values())
-        for sequence in (*self._places, *self._waiting):
+        assert self._awaited == {group: each for each, groups in self.waiting.items() for group in groups}
+        assert all(self.waiting.values())
+        for sequence in (*self._places, *self.waiting):
             assert sequence.row is not None
 
 
@@ -233,9 +226,13 @@ class Publisher:
                 self.live.refresh(sequence)
 
     def publish_last(self, sequence: Sequence, row: int) -> None:
-        """See PrefixReuse.publish_last."""
-        tree, num_tokens = self._tree, min(sequence.num_computed, sequence.num_tokens)
-        if tree is not None and num_tokens // self._block_size > sequence.table.num_cached:
+        """Publish the computed full blocks of a sequence that has ended and released `row`; its table is freed next.
+        Its copies of blocks that are already cached are released."""
+        tree, num_tokens = self._tree, sequence.group.num_prompt + len(sequence.outputs)
+        if num_tokens > sequence.num_computed:
+            num_tokens = sequence.num_computed
+        node = sequence.table.node
+        if tree is not None and node is not None and num_tokens // self._block_size > node.end:
             tokens = sequence.group.prompt + self._rows.output_bytes(row)
             self.publish_tokens(tree, sequence, tokens, num_tokens, leaving=True, with_group=False)
 

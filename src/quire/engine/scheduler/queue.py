@@ -43,7 +43,9 @@ class GroupQueue:
 
     def remove(self, group: Group) -> None:
         self.version += 1
-        if self._deferred and group in self._deferred:
+        if self.ready and self.ready[0] is group:  # as usual
+            del self._keys[0], self.ready[0]
+        elif group in self._deferred:
             del self._deferred[group]
         else:
             self._take_out(group)
@@ -80,11 +82,9 @@ class GroupQueue:
             self.ready.insert(position, group)
 
     def _take_out(self, group: Group) -> None:
-        ready, position = self.ready, 0
-        if not ready or ready[0] is not group:
-            position = bisect_left(self._keys, self._key_of(group))
-            if position == len(ready) or ready[position] is not group:
-                raise KeyError(group.request.request_id)
+        ready, position = self.ready, bisect_left(self._keys, self._key_of(group))
+        if position == len(ready) or ready[position] is not group:
+            raise KeyError(group.request.request_id)
         del self._keys[position], ready[position]
 
     def check(self) -> None:

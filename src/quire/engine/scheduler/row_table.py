@@ -29,6 +29,8 @@ class RowTable:
     def __init__(self, num_rows: int) -> None:
         self.sequences: list[Sequence | None] = [None] * num_rows
         self._free = list(range(num_rows - 1, -1, -1))
+        self.num_free = num_rows  # free rows that are not reserved
+        self.num_taken = 0  # rows that are assigned
         self._num_reserved = 0
         self._next_lease = 1
         self.version = 0
@@ -43,6 +45,7 @@ class RowTable:
         self.guided: Bools = np.zeros(num_rows, dtype=np.bool_)  # a grammar's mask applies to each of its samples
         self.observed: Bools = np.zeros(num_rows, dtype=np.bool_)  # a draft proposer observes its tokens
         self.end_ids: Ints = np.full((1, num_rows), -1, dtype=np.int32)  # [k, rows]
+        self._end_ids_view = self.end_ids.data  # the same memory
         self.many_end_ids: dict[int, frozenset[int]] = {}  # by row, for rows with more end ids than the column holds
         self._end_ids: list[tuple[int, ...]] = [()] * num_rows  # all end ids, by row
         self._capacity = 256  # outputs that a row has memory for
@@ -55,20 +58,11 @@ class RowTable:
     def num_rows(self) -> int:
         return len(self.sequences)
 
-    @property
-    def num_free(self) -> int:
-        """Free rows that are not reserved."""
-        return len(self._free) - self._num_reserved
-
-    @property
-    def num_taken(self) -> int:
-        """Rows that are assigned."""
-        return len(self.sequences) - len(self._free)
-
     def reserve(self, num_rows: int) -> None:
         """Reserve `num_rows` more free rows; a negative number releases some. To use a reserved row, release one and
         assign."""
         self._num_reserved += num_rows
+        self.num_free -= num_rows
         assert 0 <= self._num_reserved <= len(self._free)
 
     def assign(self, sequence: Sequence) -> int:
@@ -82,6 +76,8 @@ class RowTable:
         self.lease_of[row] = lease
         self._next_lease = lease + 1
         self.version += 1
+        self.num_free -= 1
+        self.num_taken += 1
         self.handles[row] = handle = sequence.handle
         if handle < 0:
             self.num_not_streamed += 1
@@ -101,7 +97,7 @@ class RowTable:
             self.many_end_ids.pop(row, None)
         if len(ends) > MOST_END_IDS:
             self.many_end_ids[row], ends = frozenset(ends), ()
-        view, count = self.end_ids.data, len(ends)  # the same memory: faster for a few end ids
+        view, count = self._end_ids_view, len(ends)
         for place in range(len(view)):
             view[place, row] = ends[place] if place < count else -1
 
@@ -129,6 +125,8 @@ class RowTable:
         self.sequences[row] = None
         self.lease_of[row] = 0
         self.version += 1
+        self.num_free += 1
+        self.num_taken -= 1
         if sequence.handle < 0:
             self.num_not_streamed -= 1
         if self.num_guided and self.guided[row]:
@@ -183,6 +181,7 @@ class RowTable:
         width = len(self.end_ids)
         if width < end_ids <= MOST_END_IDS:
             self.end_ids = np.pad(self.end_ids, ((0, end_ids - width), (0, 0)), constant_values=-1)
+            self._end_ids_view = self.end_ids.data
 
     def check(self) -> None:
         taken = [row for row, sequence in enumerate(self.sequences) if sequence is not None]
@@ -201,6 +200,8 @@ class RowTable:
             assert column | self.many_end_ids.get(row, frozenset()) == set(ends)
         assert len(self.end_ids) <= MOST_END_IDS
         assert all(self.leases[row] == 0 for row in self._free)
+        assert self.num_taken == len(taken)
+        assert self.num_free == len(self._free) - self._num_reserved
         assert self.num_not_streamed == sum(self.sequence_at(row).handle < 0 for row in taken)
         assert self.num_guided == int(self.guided.sum())
         assert self.num_observed == int(self.observed.sum())

@@ -309,7 +309,8 @@ class Scheduler:
     # -------------------------------------------------------------------------------- between running ahead and paced
     def _stop_running_ahead(self, sequence: Sequence) -> None:
         """Stop a sequence from running ahead. If it is not at its limit, it continues when its results have come."""
-        self.micro_batches.of(sequence).leave(sequence)
+        if sequence.ahead is not None:
+            sequence.ahead.leave(sequence)
         sequence.state = SequenceState.DRAINING
         if sequence.num_computed < sequence.group.limit - 1:
             self.paced.draining[sequence] = None
@@ -334,7 +335,7 @@ class Scheduler:
 
     def _release_row(self, sequence: Sequence) -> int:
         if sequence.ahead is not None:
-            self.micro_batches.of(sequence).leave(sequence)
+            sequence.ahead.leave(sequence)
         if sequence.controller is not PLAIN:
             self.paced.discard(sequence)
         self.reuse.leave(sequence)

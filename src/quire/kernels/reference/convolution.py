@@ -23,9 +23,11 @@ def convolve(
     *,
     bias: Tensor | None = None,  # [channels]
     gated: bool = False,  # x: two gates, then the inputs [tokens, 3 * channels]
+    silu: bool = True,
 ) -> Tensor:  # [tokens, channels]
-    """Return silu of the causal convolution of x. With gates: multiply the inputs by the first gate and the convolution
-    by the second, without silu. Updates the last inputs of the convolution in `state`."""
+    """Return silu of the causal convolution of x, or without `silu` the convolution. With gates: multiply the inputs by
+    the first gate and the convolution by the second, without silu. Updates the last inputs of the convolution in
+    `state`."""
     tails, out = _tails(state, sizes), torch.zeros(len(x), sizes.channels, dtype=x.dtype, device=x.device)
     after = None
     if gated:
@@ -37,7 +39,7 @@ def convolve(
         mixed = sum(inputs[..., place : place + count, :] * line for place, line in enumerate(weight))
         assert isinstance(mixed, Tensor)
         mixed = mixed if bias is None else mixed + bias
-        return mixed.to(x.dtype) if gated else F.silu(mixed.to(x.dtype))
+        return F.silu(mixed.to(x.dtype)) if silu and not gated else mixed.to(x.dtype)
 
     singles = single_tokens(runs, x.device)
     if singles is not None:

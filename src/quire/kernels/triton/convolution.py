@@ -31,7 +31,7 @@ def _inputs(x_ptr, at, mask, channels, GATED: tl.constexpr):
 def _convolve_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, spans_ptr, slots_ptr, out_ptr, x_stride, state_stride, num_segments,
     channels, tail, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Causal convolution over one run, for a block of channels, and silu or a gate; updates the last inputs in the
     state."""
@@ -68,7 +68,7 @@ def _convolve_kernel(
                 at = (first + token)[:, None] * x_stride + channels + channel[None, :]
                 y = mixed * tl.load(x_ptr + at, mask=is_out, other=0.0).to(tl.float32)
             else:
-                y = mixed * tl.sigmoid(mixed)
+                y = mixed * tl.sigmoid(mixed) if SILU else mixed
             at = out_ptr + (first + token)[:, None] * channels + channel[None, :]
             tl.store(at, y.to(out_ptr.dtype.element_ty), mask=is_out)
         for line in tl.static_range(KEPT):  # in ascending order: a state updated in place shifts down by `count` tokens
@@ -105,9 +105,11 @@ def convolve_segments(
     has_chunks: bool,  # segments may have more than one token
     bias: Tensor | None = None,  # [channels] float32
     gated: bool = False,  # x: two gates, then the inputs [tokens, 3 * channels]
+    silu: bool = True,
 ) -> Tensor:  # [tokens, channels]
-    """Return silu of the convolution over each run, which continues from the last inputs in its state. With gates:
-    multiply the inputs by the first gate and the convolution by the second, without silu. Updates the last inputs."""
+    """Return silu of the convolution over each run, or without `silu` the convolution. A run continues from the last
+    inputs in its state. With gates: multiply the inputs by the first gate and the convolution by the second, without
+    silu. Updates the last inputs."""
     check_rows(x, "x")
     check_segments(state, spans, slots, sizes)
     check(weight.is_contiguous() and weight.shape == (sizes.width, sizes.channels), "weight is [width, channels]")
@@ -121,6 +123,6 @@ def convolve_segments(
     _convolve_kernel[(len(spans), triton.cdiv(sizes.channels, block))](
         x, weight, bias, state, spans, slots, out, x.stride(0), state.stride(0), len(spans), sizes.channels,
         sizes.matrix_numbers, WIDTH=sizes.width, TOKENS=tokens, BLOCK=block, HAS_BIAS=bias is not None, GATED=gated,
-        num_warps=4, num_stages=1,
+        SILU=silu, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

@@ -1,9 +1,10 @@
-"""Builds the recurrent layers of a model: gated delta nets, Mamba and Mamba-2 layers, short convolutions."""
+"""Builds the recurrent layers of a model: gated delta nets, Mamba and Mamba-2 layers, RG-LRUs, short convolutions."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from quire.config.model import Heads
 from quire.config.recurrent import Recurrent, Selective
 from quire.runtime.layers.convolution import Convolution, ShortConvolution
 from quire.runtime.layers.delta import DeltaRule, GatedDeltaNet, ungrouped_rows
@@ -13,6 +14,7 @@ from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mamba import MambaMixer, MambaScan
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.ops import LayerOps
+from quire.runtime.layers.rglru import RgLru, RgLruMixer
 from quire.runtime.layers.selective import SelectiveMixer, SelectiveScan
 from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.weights import Placement
@@ -37,7 +39,7 @@ class RecurrentLayers:
     def delta_net(self, hidden: int, sizes: Recurrent, place: int, eps: float) -> GatedDeltaNet:
         in_proj, gate_proj = self._delta_linears(hidden, sizes)
         each = self._splits.recurrent(sizes)
-        out_proj = self._row_linear("out_proj", each.values, hidden, bias=False)
+        out_proj = self._row_linear("o_proj" if sizes.separate else "out_proj", each.values, hidden, bias=False)
         return GatedDeltaNet(in_proj, gate_proj, DeltaRule(sizes, each, place, eps, self._placement), out_proj)
 
     def mamba(self, hidden: int, sizes: Recurrent, place: int, eps: float) -> MambaMixer:
@@ -61,6 +63,15 @@ class RecurrentLayers:
         scan = SelectiveScan(sizes, channels, place, self._placement)
         return SelectiveMixer(in_proj, x_proj, dt_proj, out_proj, scan, tuple(norms))
 
+    def rg_lru(self, hidden: int, sizes: Recurrent, place: int) -> RgLruMixer:
+        num = sizes.blocks
+        blocks = self._splits.query(Heads(num, num, 1))
+        channels = blocks.times(sizes.value_heads // num)
+        both = {"linear_x": channels, "linear_y": channels}
+        in_proj = Linear(hidden, both, True, self._gemm, self._placement)
+        out_proj = self._row_linear("linear_out", channels, hidden, bias=True)
+        return RgLruMixer(in_proj, RgLru(sizes, blocks, place, self._placement), out_proj)
+
     def _norm(self, name: str, size: int, options: Selective) -> RMSNorm:
         assert options.norm_eps is not None
         norm = RMSNorm(name, size, options.norm_eps, self._ops, self._placement)
@@ -80,6 +91,13 @@ class RecurrentLayers:
         never quantized."""
         each, shared = self._splits.recurrent(sizes), sizes.value_heads // sizes.key_heads
         keys, values, heads, groups = each.keys, each.values, each.value_heads, each.groups
+        if sizes.separate:
+            wide = {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values}
+            in_proj, narrow = (
+                Linear(hidden, wide, False, self._gemm, self._placement),
+                {"b_proj": heads, "a_proj": heads},
+            )
+            return in_proj, Router(hidden, narrow, False, self._table_gemm, self._placement)
         if not sizes.joined:
             wide = {"in_proj_qkv": concat_splits(keys, keys, values), "in_proj_z": values}
             in_proj = Linear(hidden, wide, False, self._gemm, self._placement)

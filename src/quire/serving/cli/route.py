@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import math
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -156,12 +157,12 @@ def run_route(args: argparse.Namespace) -> int:
     import uvloop
 
     from quire.observability.logging import set_up_logging
-    from quire.serving.process.listeners import open_listeners, raise_limit_of_open_files
+    from quire.serving.process.listeners import bound_connections, open_listeners
     from quire.serving.router.server import Router, serve_until_signal
 
     set_up_logging(args.log_level or default_log_level(args.log_format), args.log_format, "router")
     started = time.monotonic()
-    raise_limit_of_open_files()
+    config = replace(config, limits=bound_connections(config.limits, files_each=2))
     with open_listeners(config) as listeners:
 
         def announce() -> None:

@@ -36,11 +36,9 @@ _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 def run_serve(args: argparse.Namespace, engine: Spawned | None = None) -> int:
     """Run the server. `engine` is the engine process if it was started already. Returns the exit code."""
     check_installed()
-    from quire.serving.process.listeners import raise_limit_of_open_files
     from quire.serving.process.supervisor import Supervisor
 
     config, keys = server_config(args)
-    raise_limit_of_open_files()
     if config.replicas > 1:
         from quire.serving.router.replicated import ReplicatedServer
 

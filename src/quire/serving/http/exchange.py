@@ -30,6 +30,7 @@ ERROR = "quire.error"  # scope key: the ApiError with which the request was answ
 FROM_ADMIN = "quire.from_admin"  # scope key: whether the connection came in through the admin socket
 AZURE_VERSION = "api-version"  # the query parameter that Azure's clients send with every request
 MAX_WARNING_HEADER = 1_024  # bytes
+PROBE = "quire.probe"  # scope key: a function that writes a ping to a stream, whose client may be gone
 ABORT = "quire.abort"  # scope key: a function that closes the connection at once and drops unsent data
 
 

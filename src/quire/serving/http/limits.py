@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from quire.config.server import DEFAULT_CONNECTIONS
 from quire.types import sampling
 from quire.types.errors import ConfigError
 
@@ -108,7 +109,13 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "stream_bytes", MIB, "bytes", "text of one stream that its client has not read", "the stream ends with an error"
     ),
-    Limit("connections", 16_384, "connections", "open connections of one edge", "503 server_error, then closed"),
+    Limit(
+        "connections",
+        DEFAULT_CONNECTIONS,
+        "connections",
+        "open connections of one edge; the open files of a process bound it too",
+        "503 server_error, then closed",
+    ),
     Limit("fork_requests", 256, "requests", "ended requests of one edge that can be forked", "the oldest is forgotten"),
     Limit(
         "fork_tokens",

@@ -11,8 +11,9 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from quire.serving.http.connection_end import ConnectionEnd
 from quire.serving.http.errors import ApiError
-from quire.serving.http.exchange import ABORT, FROM_ADMIN
+from quire.serving.http.exchange import ABORT, FROM_ADMIN, PROBE
 from quire.serving.http.limits import Limits
 from quire.serving.http.reading_timer import ReadingTimer
 
@@ -43,7 +44,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._deadline: asyncio.TimerHandle | None = None
         self._reading = ReadingTimer(self.loop, transport, self.limits["stall_seconds"])
-        self._in_head = self._is_full = self._asks_upgrade = False
+        self._end = ConnectionEnd(self.loop, transport)
+        self._closer = cast("asyncio.Transport", _UnreadCloser(self))
+        self._in_head = self._is_full = self._asks_upgrade = self._is_refused = False
         # of the request head: bytes received after its first piece, and bytes of its URL and parsed headers
         self._raw_bytes = self._head_bytes = 0
         self._idle_bytes = 0  # received since the last body data: chunk heads and trailers
@@ -55,8 +58,22 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_by(None)
         self._reading.stop()
+        self._end.stop()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection if a whole request is being answered: the client may have closed its sending side
+        only."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if self._is_refused or cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        stays = self._end.keep_for_answer(may_interrupt=not cycle.response_started and self._is_http_1_1)
+        if stays:
+            cycle.keep_alive = False
+            if cycle.response_started and PROBE in cycle.scope:
+                cast("dict[str, Any]", cycle.scope)[PROBE]()
+        return stays
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -71,12 +88,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._reading.start()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._end.received()
         if self._is_full:
             return
         if self._in_head:
             self._raw_bytes += len(data)
             if self._raw_bytes > self.limits["header_bytes"]:
                 self._refuse_head()
+                return
         if not self.transport.is_closing():
             self._idle_bytes += len(data)
             self._parse(data)
@@ -116,7 +136,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_headers_complete(self) -> None:
+        if self._is_full:
+            return
         self._in_head, self._idle_bytes = False, 0
+        self._is_http_1_1 = self.parser.get_http_version() == "1.1"
         self._expect_by(self.limits["body_seconds"] + _GRACE)
         if self._head_bytes > self.limits["header_bytes"]:
             self._refuse_head()
@@ -129,6 +152,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._asks_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if not self._asks_upgrade:  # else the request is parsed again without Upgrade
             super().on_headers_complete()
+            self.cycle.transport = self._closer
 
     def on_body(self, body: bytes) -> None:
         self._idle_bytes = 0
@@ -165,14 +189,34 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Reply with an error from within the protocol, and close the connection."""
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         self.on_refuse(status, code)
         body = ApiError(status, message, code=code).body()
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (status, _REASONS[status])
         self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
-        self.transport.close()
+        self.close_unread()
+
+    def close_unread(self) -> None:
+        """Close the connection after a response to a request of which not all was read."""
+        self._expect_by(None)
+        self._is_refused = self._is_full = True
+        self._end.close_unread()
         self._reading.start()
+
+
+class _UnreadCloser:
+    """A connection's transport for its requests. `close` leaves the client time to send the rest of its request."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self._protocol, self.write, self.is_closing = protocol, protocol.transport.write, protocol.transport.is_closing
+
+    def close(self) -> None:
+        """Close the connection after a response."""
+        if self._protocol.cycle.more_body:
+            self._protocol.close_unread()
+        else:
+            self._protocol.transport.close()
 
 
 def bounded_by(limits: Limits, on_refuse: Callable[[int, str], None] = _count_nothing) -> type[BoundedProtocol]:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import resource
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from quire.config.server import ListenConfig
+from quire.config.server import DEFAULT_CONNECTIONS, ListenConfig
 from quire.serving.process.listening import BACKLOG, address_of, listen
 from quire.types.errors import ConfigError
 
 API_MODE = 0o660  # of a UNIX socket: its owner and group may connect
 ADMIN_MODE = 0o600
+OTHER_FILES = 256  # that a process opens besides connections: libraries, sockets to other processes, files of batches
 _OPEN_FILES = 65_536  # several for each connection of the limit `connections`
+logger = logging.getLogger("quire.supervisor")
 
 
 class Addresses(Protocol):
@@ -50,9 +53,29 @@ class Listeners:
     admin_url: str  # where /admin is
 
 
+def bound_connections(changed: Mapping[str, int], *, files_each: int = 1) -> dict[str, int]:
+    """Raise this process's limit of open files, which its children inherit, as far as its hard limit allows. Return the
+    limits in `changed`, with fewer connections if each needs `files_each` files and they would not fit.
+
+    Logs a warning then. Raises ConfigError if `changed` itself sets more connections than fit.
+    """
+    raise_limit_of_open_files()
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    asked = changed.get("connections", DEFAULT_CONNECTIONS)
+    fit = max((soft - OTHER_FILES) // files_each, 1)
+    if soft == resource.RLIM_INFINITY or asked <= fit:
+        return dict(changed)
+    reason = f"{asked} connections need {asked * files_each + OTHER_FILES} open files, and the system allows {soft}"
+    fix = f"raise it (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of Docker) or --limit connections={fit}"
+    if "connections" in changed:
+        raise ConfigError("limit connections", reason, fix)
+    logger.warning("limit connections: %s; only %d are accepted: %s", reason, fit, fix)
+    return {**changed, "connections": fit}
+
+
 def raise_limit_of_open_files() -> None:
-    """Raise this process's limit of open files, which its children inherit, as far as its hard limit allows. Many
-    systems start processes with a limit of 1,024, which is less than the connections of one busy server."""
+    """Raise this process's limit of open files as far as its hard limit allows. Many systems start processes with a
+    limit of 1,024, which is less than the connections of one busy server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -35,7 +35,7 @@ from quire.serving.process.control import (
 from quire.serving.process.edge_keeper import EdgeKeeper
 from quire.serving.process.engine_keeper import EngineKeeper
 from quire.serving.process.fetch_keeper import FetchKeeper
-from quire.serving.process.listeners import Listeners, open_listeners
+from quire.serving.process.listeners import Listeners, bound_connections, open_listeners
 from quire.serving.process.model_files import check_folders, check_memory, check_model, find_local_files
 from quire.serving.process.private_directory import private_directory, write_admin_key
 from quire.serving.process.spawning import ENGINE, Spawned
@@ -100,6 +100,7 @@ class Supervisor:
         Raises ConfigError or ModelLoadError before anything is started, ServerFailed if the server cannot continue.
         """
         set_up_logging(self._config.log_level, self._config.log_format, "supervisor")
+        self._config = replace(self._config, limits=bound_connections(self._config.limits))
         _check(self._config)
         warn_of_useless(self._config)
         with ExitStack() as stack:

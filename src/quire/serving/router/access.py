@@ -8,7 +8,7 @@ from quire.config.router import RouterConfig
 from quire.serving.http.errors import ApiError
 from quire.serving.http.guard import is_for_admins, is_foreign, is_one_of, loopback_hosts
 from quire.serving.http.key_ring import KeyRing
-from quire.serving.router.client_connection import Request
+from quire.serving.router.known_heads import Request
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _MAX_KNOWN_HOSTS = 64

@@ -6,17 +6,17 @@ import asyncio
 import http
 import math
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
 
+from quire.serving.http.connection_end import ConnectionEnd
 from quire.serving.http.errors import ApiError
 from quire.serving.http.limits import Limits
 from quire.serving.http.reading_timer import ReadingTimer
 from quire.serving.router.connections import ResponseSource
-from quire.serving.router.known_heads import Head, KnownHeads, WholeRequest, split_request
+from quire.serving.router.known_heads import Head, KnownHeads, Request, WholeRequest, split_request
 
 HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -24,20 +24,6 @@ HOP_BY_HOP = frozenset({
 })  # fmt: skip
 MAX_WAITING_BYTES = 256 * 2**10  # of unread response; beyond it, reading from the replica pauses
 _REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
-
-
-@dataclass(slots=True)
-class Request:
-    """A whole request. `pairs` has all headers in order with lower-case names; `headers` has the last value of each."""
-
-    method: str
-    target: bytes  # path and query as sent by the client
-    path: str
-    pairs: list[tuple[bytes, bytes]]
-    headers: dict[bytes, bytes]
-    body: bytes
-    head: Head  # the parsed head, maybe shared with other requests
-    owner: str = ""  # digest of the API key that the router checked; "": no key was checked
 
 
 class ConnectionState:
@@ -71,6 +57,7 @@ class ClientConnection(asyncio.Protocol):
         self._reading: ReadingTimer
         self._held = 0  # bytes of this connection in the state's `held_bytes`
         self._in_head = self._in_request = self._is_full = self._is_chunked = self._is_answered = False
+        self._has_begun = self._is_refused = False  # has_begun: the head of the response is sent
         self._whole: WholeRequest | None = None  # set while the parser reads it
         self._is_http_1_1 = self._keeps_alive = True
         self._body_limit = self._fed = 0  # fed: bytes received since the head began, maybe more than the head
@@ -96,6 +83,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=MAX_WAITING_BYTES)
         self._reading = ReadingTimer(self._loop, self._transport, self._limits["stall_seconds"])
+        self._end = ConnectionEnd(self._loop, self._transport)
         connections = self._state.connections
         connections.add(self)
         if len(connections) > self._limits["connections"]:
@@ -107,6 +95,7 @@ class ClientConnection(asyncio.Protocol):
         self._state.connections.discard(self)
         if self._deadline is not None:
             self._deadline.cancel()
+        self._end.stop()
         self._reading.stop()
         self.release_body()
         if self._source is not None:
@@ -114,7 +103,15 @@ class ClientConnection(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
 
+    def eof_received(self) -> bool:
+        if not self._is_busy or self._is_answered:
+            return False
+        self._keeps_alive = False
+        return self._end.keep_for_answer(may_interrupt=not self._has_begun and self._is_http_1_1)
+
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._end.received()
         if self._is_full or self._transport.is_closing():
             return
         if self._is_busy:
@@ -141,10 +138,10 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._refuse(400, "this is not an HTTP/1.1 request", "bad_http")
         self._whole = None  # frees the body while the connection is idle
-        if self._next_wait:  # the request is incomplete
+        if self._next_wait and not self._is_refused:  # the request is incomplete
             self._expect_by(self._limits[self._next_wait])
             self._next_wait = ""
-        if not self._in_head and self._idle_bytes > self._limits["header_bytes"]:
+        if not self._in_head and not self._is_refused and self._idle_bytes > self._limits["header_bytes"]:
             self._transport.abort()
 
     def pause_writing(self) -> None:
@@ -240,7 +237,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _answer(self, head: Head, body: bytes) -> bool:
         self._is_http_1_1, self._keeps_alive = head.is_http_1_1, head.keeps_alive and not self._state.is_closing
-        self._due, self._is_answered, self._is_busy = math.inf, False, True
+        self._due, self._is_answered, self._has_begun, self._is_busy = math.inf, False, False, True
         request = Request(head.method, head.target, head.path, head.pairs, head.headers, body, head)
         return self._state.handle(request, self)
 
@@ -248,6 +245,7 @@ class ClientConnection(asyncio.Protocol):
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], first: bytes = b"", *, has_body: bool) -> None:
         """Send the head of a response and the first bytes of its body. Hop-by-hop headers are omitted. Without a
         content-length the body is sent chunked; to HTTP/1.0 clients, closing the connection ends it."""
+        self._has_begun = True
         parts, is_framed = [b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Unknown"))], not has_body
         for pair in headers:
             if pair[0] not in HOP_BY_HOP:
@@ -392,9 +390,10 @@ class ClientConnection(asyncio.Protocol):
         self._refuse(413, message, "body_too_large")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        if self._transport.is_closing():
+        if self._is_refused or self._transport.is_closing():
             return
-        self._keeps_alive = False
+        self._keeps_alive, self._is_full, self._is_refused, self._due = False, True, True, math.inf
         error = ApiError(status, message, code=code)
         self.reply(status, error.body(), [(b"content-type", b"application/json"), *error.headers])
-        self._close()
+        self._end.close_unread()
+        self._reading.start()

@@ -6,15 +6,20 @@ import msgspec
 
 from quire.serving.http.errors import ApiError
 
+_TGI_PATHS = ("/", "/generate_stream")
 _encode = msgspec.json.encode
 
 
 def error_body(path: str, error: ApiError) -> bytes:
-    """Return the body of an error response: Anthropic's, Ollama's or OpenAI's format, by the path."""
+    """Return the body of an error response in the format of the path's API: Anthropic's, Ollama's, Text Generation
+    Inference's or OpenAI's."""
     if _is_anthropic(path):
         return _encode({"type": "error", "error": {"type": _anthropic_type(error), "message": str(error)}})
     if path.startswith("/api/"):
         return _encode({"error": str(error)})
+    if path in _TGI_PATHS:
+        kind = "overloaded" if error.status in (429, 503) else "generation" if error.status >= 500 else "validation"
+        return _encode({"error": str(error), "error_type": kind})
     return error.body()
 
 

@@ -47,6 +47,20 @@ class Head:
         self.facts = read_head(self.method, self.path, self.headers)
 
 
+@dataclass(slots=True)
+class Request:
+    """A whole request. `pairs` has all headers in order with lower-case names; `headers` has the last value of each."""
+
+    method: str
+    target: bytes  # path and query as sent by the client
+    path: str
+    pairs: list[tuple[bytes, bytes]]
+    headers: dict[bytes, bytes]
+    body: bytes
+    head: Head  # the parsed head, maybe shared with other requests
+    owner: str = ""  # digest of the API key that the router checked; "": no key was checked
+
+
 class WholeRequest(NamedTuple):
     """Exactly one whole request, received in one read."""
 

@@ -14,9 +14,10 @@ from quire.serving.http.admin_paths import TO_ALL_REPLICAS
 from quire.serving.http.errors import ApiError
 from quire.serving.http.key_ring import KEY_HEADERS
 from quire.serving.router.access import Access
-from quire.serving.router.client_connection import ClientConnection, ConnectionState, Request
+from quire.serving.router.client_connection import ClientConnection, ConnectionState
 from quire.serving.router.connections import Headers, ReplicaFailed
 from quire.serving.router.health import HealthChecks
+from quire.serving.router.known_heads import Request
 from quire.serving.router.metrics import CONTENT_TYPE, merge_metrics, own_metrics
 from quire.serving.router.proxy import Proxy
 from quire.serving.router.replica import Replica

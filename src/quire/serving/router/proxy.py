@@ -15,9 +15,10 @@ from quire.serving.http.errors import ApiError, internal_error
 from quire.serving.http.guard import is_for_admins
 from quire.serving.http.key_ring import CLIENT_HEADER, KEY_HEADERS
 from quire.serving.router.choice import Choice, Chooser, rendezvous_weight
-from quire.serving.router.client_connection import HOP_BY_HOP, ClientConnection, Request
+from quire.serving.router.client_connection import HOP_BY_HOP, ClientConnection
 from quire.serving.router.connections import ReplicaConnection, ReplicaFailed, RouterFull
 from quire.serving.router.errors import error_body
+from quire.serving.router.known_heads import Request
 from quire.serving.router.path_facts import HeadFacts, PathFacts
 from quire.serving.router.prompt_keys import Prompt, read_prompt
 from quire.serving.router.relay import Outcome, Relay, is_success

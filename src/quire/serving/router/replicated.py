@@ -20,7 +20,7 @@ from quire.config.server import ServerConfig
 from quire.observability.logging import set_up_logging
 from quire.serving.process.announcing import Announcer
 from quire.serving.process.backoff import Backoff
-from quire.serving.process.listeners import Listeners, open_listeners
+from quire.serving.process.listeners import Listeners, bound_connections, open_listeners
 from quire.serving.process.model_files import check_memory, check_model, find_local_files, with_local_files
 from quire.serving.process.private_directory import private_directory, write_admin_key
 from quire.serving.process.supervisor import ServerFailed
@@ -53,6 +53,7 @@ class ReplicatedServer:
         """Serve until a signal. Returns the exit code. Raises ConfigError or ModelLoadError before it starts a process,
         and ServerFailed if a replica cannot start."""
         set_up_logging(self._config.log_level, self._config.log_format, "router")
+        self._config = replace(self._config, limits=bound_connections(self._config.limits, files_each=2))
         shares = gpu_shares(self._config, visible_gpus())
         check_memory(self._config)
         with open_listeners(replace(self._config, api_workers=1)) as listeners, private_directory() as directory:

@@ -21,8 +21,9 @@ from quire.serving.process.listening import BACKLOG
 from quire.serving.process.tls import make_context, reload_context
 from quire.serving.router.access import Access
 from quire.serving.router.choice import Chooser
-from quire.serving.router.client_connection import ClientConnection, ConnectionState, Request
+from quire.serving.router.client_connection import ClientConnection, ConnectionState
 from quire.serving.router.health import HealthChecks
+from quire.serving.router.known_heads import Request
 from quire.serving.router.local import LocalPages
 from quire.serving.router.prompt_keys import why_not_compiled
 from quire.serving.router.proxy import Proxy

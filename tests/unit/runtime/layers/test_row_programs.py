@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 import triton_cases  # noqa: F401  float8 as hardware rounds it
 from family_models import CASES, COMMON, write_line_break
+from promises import tolerance
 from quire.config.model import Heads, ModelConfig, Rope
 from quire.kernels.cuda.row_phases import AttentionPhase, GemvPhase, ScaledRowsWeight
 from quire.kernels.triton.gemm_w4 import PackedW4
@@ -27,7 +28,7 @@ from tiny_models import DEVICE, tiny_config
 
 ONE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "heads": Heads(4, 2, 16)}
 SIZES: dict[str, Any] = {**ONE, "num_layers": 2}
-NEAR = 1e-5 if DEVICE == "cpu" else 1e-3
+NEAR = tolerance(cpu=1e-5, gpu=1e-3)
 MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "llama": (tiny_config("llama", **SIZES), {}),
     "qwen2": (tiny_config("qwen2", o_bias=True, mlp_bias=True, activation="gelu_tanh", **ONE), {}),

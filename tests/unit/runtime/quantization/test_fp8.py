@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from promises import tolerance
 from quire.kernels.reference.quantize import quantize_rows
 from quire.runtime.layers.gemm import DenseGemm
 from quire.runtime.layers.rounded import RoundedGemm
@@ -39,7 +40,7 @@ def test_a_scaled_product_is_that_of_the_values(rows: int, outputs: int, inputs:
     wanted = x.values(torch.float32) @ weight.values(torch.float32).t()
     found = multiply_scaled(x, weight, torch.float32)
     assert found.dtype == torch.float32
-    near = 1e-4 if DEVICE == "cpu" else 5e-2
+    near = tolerance(cpu=1e-4, gpu=5e-2)
     torch.testing.assert_close(found, wanted, rtol=near, atol=near)
 
 

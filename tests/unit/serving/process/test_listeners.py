@@ -10,7 +10,7 @@ import pytest
 
 from quire.config.arguments import EngineArguments
 from quire.config.server import ListenConfig, ModelSource, ServerConfig
-from quire.serving.process.listeners import open_listeners, raise_limit_of_open_files
+from quire.serving.process.listeners import bound_connections, open_listeners, raise_limit_of_open_files
 from quire.serving.process.tls import make_context, reload_context
 from quire.types.errors import ConfigError
 
@@ -105,3 +105,28 @@ def test_a_server_may_open_as_many_files_as_its_hard_limit_allows() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_more_connections_are_accepted_than_files_may_be_open(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4_096, 4_096))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: pytest.fail("the limit cannot be raised"))
+    assert bound_connections({"n": 3}) == {"n": 3, "connections": 3_840}
+    assert bound_connections({}, files_each=2) == {"connections": 1_920}
+    assert "16384 connections need 33024 open files, and the system allows 4096" in caplog.text
+    assert "LimitNOFILE= of systemd, --ulimit nofile= of Docker) or --limit connections=1920" in caplog.text
+    assert bound_connections({"connections": 3_840}) == {"connections": 3_840}
+    with pytest.raises(ConfigError, match="limit connections: 3841 connections need 4097 open files"):
+        bound_connections({"connections": 3_841})
+
+
+def test_the_default_number_of_connections_fits_into_what_a_service_may_open(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65_536, 65_536))
+    assert bound_connections({}, files_each=2) == {}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: pytest.fail("there is no limit"))
+    assert bound_connections({"connections": 2**31 - 1}) == {"connections": 2**31 - 1}
+    assert not caplog.records

@@ -44,7 +44,8 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
     for (method, path), handler in routes.items():
         app.add_route(path, handler, methods=[method])  # type: ignore[arg-type]
     paths = [path for _, path in routes]
-    writers = {path: endpoint.write_error for endpoint in ENDPOINTS for path in endpoint.paths}
+    by_method = sorted(ENDPOINTS, key=lambda endpoint: endpoint.method == "POST")  # two APIs have the path /
+    writers = {path: endpoint.write_error for endpoint in by_method for path in endpoint.paths}
     app.add_exception_handler(HTTPException, _http_errors(list(routes), writers))
     app.add_middleware(PathAliases, paths=paths)
     public = [path.encode() for path in files]

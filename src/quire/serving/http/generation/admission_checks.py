@@ -17,6 +17,8 @@ from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
 
+_CUT = " or set truncate_prompt_tokens"
+
 
 class PromptTooLong(InvalidRequest):
     """The prompt leaves no room for the answer in max_model_len."""
@@ -36,22 +38,22 @@ def cut(
     return token_ids[:keep] if given.get("truncation_side") == "right" else token_ids[-keep:]
 
 
-def check_texts(service: Service, field: str, prompts: Sequence[Prompt], max_model_len: int) -> None:
+def check_texts(service: Service, field: str, prompts: Sequence[Prompt], max_model_len: int, *, can_cut: bool) -> None:
     """Refuse prompts that are certainly too long, by a lower bound of their tokens, before tokenizing them costs time
-    and memory."""
+    and memory. `can_cut`: whether the endpoint has a field for cutting prompts."""
     for prompt in prompts:
         fewest = service.texts.tokenizer.fewest_tokens(prompt.text or "")
         if fewest >= max_model_len:
             reason = f"has at least {fewest} tokens, which leaves no room in max_model_len={max_model_len}"
-            raise PromptTooLong(field, reason, "shorten it or set truncate_prompt_tokens")
+            raise PromptTooLong(field, reason, f"shorten it{_CUT if can_cut else ''}")
 
 
-def check_length(field: str, num_tokens: int, max_model_len: int) -> None:
+def check_length(field: str, num_tokens: int, max_model_len: int, *, can_cut: bool) -> None:
     if num_tokens == 0:
         raise InvalidRequest(field, "is empty: it has no tokens", "send at least one token")
     if num_tokens >= max_model_len:
         reason = f"has {num_tokens} tokens, which leaves no room in max_model_len={max_model_len}"
-        raise PromptTooLong(field, reason, f"shorten it to {max_model_len - 1} tokens or set truncate_prompt_tokens")
+        raise PromptTooLong(field, reason, f"shorten it to {max_model_len - 1} tokens{_CUT if can_cut else ''}")
 
 
 def length_excess(given: dict[str, Any], num_tokens: int, max_model_len: int) -> PromptTooLong | None:

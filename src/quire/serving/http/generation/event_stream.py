@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.serving.dispatch.mailbox import Mailbox
 from quire.serving.http.errors import ApiError, as_failure
-from quire.serving.http.exchange import ClientGone, Exchange
+from quire.serving.http.exchange import PROBE, ClientGone, Exchange
 from quire.serving.http.generation.job import Job
 from quire.serving.http.generation.settings import StreamFormat
 
@@ -40,6 +40,7 @@ class EventStream:
     async def run(self) -> None:
         """Write until the response ends. Raises ClientGone, and ApiError if the request fails before anything was
         sent."""
+        self._exchange.scope[PROBE] = self._ping
         try:
             if self._is_queued:
                 await self._send(self._writer.ping(is_queued=True))
@@ -93,6 +94,10 @@ class EventStream:
         """Wake the stream if nothing was sent for `ping_seconds`, and set the next timer."""
         now, due = self._loop.time(), self._sent_at + self._gap
         if now >= due:
-            self._is_silent, due = True, now + self._gap
-            self._mailbox.wake()
+            due = now + self._gap
+            self._ping()
         self._timer = self._loop.call_at(due, self._on_timer)
+
+    def _ping(self) -> None:
+        self._is_silent = True
+        self._mailbox.wake()

@@ -92,7 +92,8 @@ def prepare_job(
     adapter = service.adapter_of(model)
     if origin is not None:  # a fork keeps the adapter of the forked request
         adapter, model = origin.adapter, origin.adapter or model
-    work = Work(settings, given, sampling, read_beam(given), origin, adapter)
+    can_cut = "truncate_prompt_tokens" in {*fields, *settings.own_names}
+    work = Work(settings, given, sampling, read_beam(given), origin, adapter, can_cut)
     submits, cuts = make_submits(service, work, prompts, head)
     warnings += cuts
     echoes_prompt = settings.echoes_prompt and given.get("echo", False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.serving.http.generation.settings import GenerationSettings, Parameters
+from quire.serving.http.generation.settings import GenerationSettings, Parameters, renamed
 from quire.serving.http.validators.structure import STRUCTURE_FIELDS
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
@@ -52,6 +52,15 @@ def read_sampling(
 ) -> tuple[SamplingParams, bool]:
     """Return the sampling parameters, and whether to drop the answer (max_tokens=0). Parameters that were not given
     have the model's recommended values, except in a beam search, which does not sample."""
+    try:
+        return _read_sampling(settings, given, defaults)
+    except InvalidRequest as error:
+        raise with_api_field(error, given) from None
+
+
+def _read_sampling(
+    settings: GenerationSettings, given: Parameters, defaults: SamplingDefaults
+) -> tuple[SamplingParams, bool]:
     recommended = {} if given.get("use_beam_search") else defaults.given()
     longest = recommended.pop("max_tokens", None)
     if longest is None or given.get("min_tokens", 0) > longest or settings.default_max_tokens is not None:
@@ -112,6 +121,10 @@ def with_api_field(error: InvalidRequest, given: Parameters) -> InvalidRequest:
         return InvalidRequest("logprobs", error.reason, error.fix)
     if error.field == "prompt" and "prompt_field" in given:
         return InvalidRequest(given["prompt_field"], error.reason, error.fix)
-    if error.field != "beam_width":
-        return error
-    return InvalidRequest("best_of" if "best_of" in given else "n", error.reason, error.fix)
+    names = {"beam_width": "best_of" if "best_of" in given else "n"}
+    if "max_completion_tokens" in given:
+        names["max_tokens"] = "max_completion_tokens"
+    if "prompt_logprobs_start" not in given:
+        names["prompt_logprobs_start"] = "logprob_start_len"
+    field, *rest = (renamed(text, names) for text in (error.field, error.reason, error.fix))
+    return error if (field, *rest) == (error.field, error.reason, error.fix) else InvalidRequest(field, *rest)

@@ -111,6 +111,16 @@ def as_given(service: Service, given: Parameters, head: RequestHead) -> Paramete
     return given
 
 
+# a quoted value, or a name with an underscore that is neither a member of something nor the name of a limit
+_NAME = re.compile(r"""'[^']*'|"[^"]*"|(?<![\w.])[a-z]+(?:_[a-z]+)+\b(?! limit)""")
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """Return the text of an error with other names of parameters. Values in quotes stay as they are, and so do the
+    names of limits."""
+    return _NAME.sub(lambda found: names.get(found[0], found[0]), text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
     """How the request path treats the requests of one endpoint."""
@@ -127,11 +137,13 @@ class GenerationSettings:
     echoes_prompt: bool = False  # whether `echo` puts the prompt with its logprobs before the answer
 
     def in_own_names(self, error: InvalidRequest) -> InvalidRequest:
-        """Return an error about a parameter under the endpoint's name of that parameter."""
+        """Return an error with the endpoint's names of all parameters in it."""
         path = self._in_own_names(error.field)
         for part, own in self.own_members.items():
             path = path.replace(part, own)
-        return error if path == error.field else type(error)(path, error.reason, error.fix)
+        reason, fix = (renamed(text, self.own_names) for text in (error.reason, error.fix))
+        is_same = (path, reason, fix) == (error.field, error.reason, error.fix)
+        return error if is_same else type(error)(path, reason, fix)
 
     def _in_own_names(self, path: str) -> str:
         name = re.match(r"\w*", path)

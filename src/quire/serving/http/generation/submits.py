@@ -39,6 +39,7 @@ class Work:
     beam: BeamRules | None = None
     origin: Origin | None = None  # of a fork
     adapter: str = ""  # name of a LoRA adapter; empty: none
+    can_cut: bool = True  # whether the endpoint has a field for cutting prompts
 
     @property
     def prompt_field(self) -> str:
@@ -125,7 +126,7 @@ def _tokenize(
     """Return the token ids of every prompt, with placeholders for its images, and the images."""
     given, field = work.given, work.prompt_field
     if "truncate_prompt_tokens" not in given:
-        check_texts(service, field, prompts, engine.max_model_len)
+        check_texts(service, field, prompts, engine.max_model_len, can_cut=work.can_cut)
     add_special = given.get("add_special_tokens", work.settings.adds_special_tokens)
     encoded = service.texts.maker(engine.eos_ids).tokenize(prompts, add_special)
     placed = [
@@ -134,7 +135,8 @@ def _tokenize(
     ]
     token_ids = [cut(ids, given, work.sampling, engine) for ids, _ in placed]
     for place, ids in enumerate(token_ids):
-        check_length(f"{field}[{place}]" if len(token_ids) > 1 else field, len(ids), engine.max_model_len)
+        where = f"{field}[{place}]" if len(token_ids) > 1 else field
+        check_length(where, len(ids), engine.max_model_len, can_cut=work.can_cut)
     total = sum(map(len, token_ids))
     if total > service.limits["prompt_tokens"]:
         reason = f"has {total} tokens in all, limit {service.limits['prompt_tokens']}"
