@@ -87,6 +87,7 @@ def test_a_field_without_effect_passes_and_is_named(server: TestServer, fields: 
         {"model": ""},
         {"model": "dummy"},
         {"model": "tgi"},
+        {"model": "http://127.0.0.1:8000"},
         {"response_format": {"type": "text", "schema": None, "json_schema": None}},
     ],
 )

@@ -9,12 +9,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.serving.vllm_arguments import NO_EFFECT, OFF, RENAMED, REVISIONS, NoEffect, tuning, with_revision
+from quire.serving.vllm_arguments import NO_EFFECT, OFF, RENAMED, REVISIONS, NoEffect, take_task, tuning, with_revision
+from quire.types.errors import ConfigError
 
 logger = logging.getLogger("quire")
 
 HIGHEST_LOGPROBS = 2**20  # a limit that no vocabulary exceeds
 _SHORT = {"-dp": "--data-parallel-size"}
+_TASK_FLAGS = ("runner", "convert")
 _ALWAYS = (None, False, True)  # the feature is always on, or never
 
 OF_SERVERS: dict[str, NoEffect] = {
@@ -24,6 +26,7 @@ OF_SERVERS: dict[str, NoEffect] = {
     "tool_parser_plugin": NoEffect((None, ""), "use --tool-call-parser; no foreign code is loaded"),
     "tool_server": NoEffect((None,), "the client runs its tools; leave it out"),
     "enable_reasoning": NoEffect(_ALWAYS),
+    "reasoning_config": tuning("--reasoning-parser knows the marks around reasoning", {}),
     "chat_template_content_format": tuning("messages are converted to what the template reads", "auto"),
     "trust_request_chat_template": NoEffect(OFF, "use --chat-template; requests cannot bring a template"),
     "response_role": NoEffect((None, "assistant"), "answers always have the role assistant; leave it out"),
@@ -63,11 +66,15 @@ OF_SERVERS: dict[str, NoEffect] = {
 
 
 def split_vllm_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, Any]]]:
-    """Split a command line into the words for `parser`, and the flags that only vLLM has, with their values."""
+    """Split a command line into the words for `parser`, and the flags that only vLLM has, with their values. A flag
+    that is given both whole and by members is an error of `parser`."""
     own: list[str] = []
     foreign: list[tuple[str, Any]] = []
-    waiting = list(words)
     no_effect = _no_effect(parser)
+    try:
+        waiting = _respelled(words, parser, no_effect)
+    except ConfigError as error:
+        parser.error(str(error))
     while waiting:
         word = waiting.pop(0)
         flag, equals, value = word.partition("=")
@@ -85,9 +92,49 @@ def split_vllm_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> t
     return own, foreign
 
 
+def _respelled(words: Sequence[str], parser: argparse.ArgumentParser, no_effect: Mapping[str, NoEffect]) -> list[str]:
+    """Return the words with vLLM's other spellings resolved: underscores in place of dashes, and members of a JSON
+    object as flags of their own, `--name.member VALUE`."""
+    own, options, found = list(words), parser._option_string_actions, list[str]()
+    members: dict[str, dict[str, Any]] = {}
+    while own:
+        word = own.pop(0)
+        flag, equals, value = word.partition("=")
+        name, dot, path = flag.partition(".")
+        name = name.replace("_", "-")
+        is_known = name in options or _is_vllms(name.removeprefix("--").replace("-", "_"), no_effect)
+        if not flag.startswith("--") or flag in options or not is_known:
+            found.append(word)
+        elif not dot:
+            found.append(f"{name}{equals}{value}" if name in options else word)
+        else:
+            is_bare = not equals and (not own or own[0].startswith("--"))
+            given = True if is_bare else _read(value if equals else own.pop(0))
+            _put_member(members.setdefault(name, {}), path.split("."), given)
+    for name, value_of in members.items():
+        if any(word.partition("=")[0] == name for word in found):
+            raise ConfigError(name.removeprefix("--"), "is given both whole and by members", "use one form")
+        found += [name, json.dumps(value_of)]
+    return found
+
+
+def _put_member(holder: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    *outer, last = (part.replace("-", "_") for part in path)
+    for part in outer:
+        inner = holder.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(".".join(path), f"{part} is given both whole and by members", "use one form")
+        holder = inner
+    holder[last] = value
+
+
 def take_vllm_flags(foreign: Sequence[tuple[str, Any]], parsed: argparse.Namespace) -> None:
     """Set vLLM's flags in `parsed` under Quire's names. Raises ConfigError for unsupported values."""
     no_effect = NO_EFFECT | OF_SERVERS  # `split_vllm_flags` reads those of servers only for servers
+    if hasattr(parsed, "task"):
+        tasks = {name: value for name, value in foreign if name in _TASK_FLAGS}
+        _, _, parsed.task = take_task({"task": parsed.task, **tasks})
+        foreign = [(name, value) for name, value in foreign if name not in _TASK_FLAGS]
     for name, value in foreign:
         if name == "max_logprobs" and hasattr(parsed, "limit"):
             parsed.limit = [*parsed.limit, f"logprobs={HIGHEST_LOGPROBS if value == -1 else value}"]

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire.edge")
 
 SMALL_BODY = 2**16  # bytes: up to this size a body is never refused
+_ADDRESSES = ("http://", "https://")  # @huggingface/inference sends the server's address as the name of the model
 NAMES_OF_ANY = ("default", "dummy", "tgi")  # huggingface_hub's client sends the last two where no model is named
 LARGE_BODY = 2**18  # bytes: above this size, freed memory is returned to the system after the request
 _MAY_SHOW_IMAGES = re.compile(  # directly, by reference to a stored response, or with escaped letters
@@ -301,11 +302,12 @@ class Service:
         return engine.pooling
 
     def served_name(self, asked: str | None) -> str:
-        """Return the model name for the response; no name and NAMES_OF_ANY mean the first. Raises ApiError for a name
-        that is neither served nor a LoRA adapter known to this edge: see `knowing_adapters`."""
+        """Return the model name for the response; no name, NAMES_OF_ANY and an address mean the first. Raises ApiError
+        for a name that is neither served nor a LoRA adapter known to this edge: see `knowing_adapters`."""
         if asked in self.names or (asked and asked in self.adapters):
             return asked
-        return self.names[0] if not asked or asked in NAMES_OF_ANY else self._untagged_name(asked)
+        is_any = not asked or asked in NAMES_OF_ANY or asked.startswith(_ADDRESSES)
+        return self.names[0] if is_any else self._untagged_name(asked or "")
 
     def adapter_of(self, model: str) -> str:
         """Return the LoRA adapter of a served name; "" for the model itself."""

@@ -145,6 +145,45 @@ def test_flags_of_vllms_server_that_would_be_missed_are_refused(
     assert advice in capsys.readouterr().err
 
 
+def test_flags_with_underscores_and_members_of_objects_are_spellings_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    words = "--max_model_len 5000 --max_num_seqs=3 --no_enable_prefix_caching --served-model-name max_tokens"
+    args = _parser().parse_args(["serve", "m", *words.split()])
+    assert (args.max_model_len, args.max_num_seqs, args.enable_prefix_caching) == (5000, 3, False)
+    assert args.served_model_name == [["max_tokens"]]
+    words = "--speculative-config.method ngram --speculative_config.num-speculative-tokens=4"
+    args = _parser().parse_args(["serve", "m", *words.split()])
+    assert args.speculative_config == {"method": "ngram", "num_speculative_tokens": 4}
+    assert not caplog.records
+    words = "--structured-outputs-config.backend xgrammar --reasoning-config.a.b 1"
+    _parser().parse_args(["serve", "m", *words.split()])
+    assert "structured_outputs_config={'backend': 'xgrammar'} has no effect" in caplog.text
+    assert "reasoning_config={'a': {'b': 1}} has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--speculative-config {} --speculative-config.method ngram", "is given both whole and by members"),
+        ("--speculative-config.a 1 --speculative-config.a.b 1", "is given both whole and by members"),
+        ("--no-such.flag 1", "unrecognized arguments: --no-such.flag"),
+        ("--task embed --convert classify", "convert: is 'classify', but task is 'embed'"),
+        ("--runner draft", "runner: 'draft' is unknown"),
+    ],
+)
+def test_spellings_that_contradict_are_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["serve", "m", *flags.split()])
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "task"),
+    [("--runner pooling", "pooling"), ("--runner pooling --convert embed", "embed"), ("--runner generate", "generate")],
+)
+def test_vllms_runner_and_convert_set_the_task(flags: str, task: str) -> None:
+    assert _parser().parse_args(["serve", "m", *flags.split()]).task == task
+
+
 def test_vllms_max_logprobs_is_a_limit_of_a_server() -> None:
     def limit(*flags: str) -> int:
         return read_limits(_parser().parse_args(["serve", "m", *flags]).limit)["logprobs"]
