@@ -43,8 +43,8 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "bytes of quantized weights that a decode step reads in a second, beside a plain read, no model",
         ("--shapes", "1.5b", "--repeats", "3"),
     ),
-    "float_products": (
-        "products of float32 rows on a CPU beside torch.mm, no model",
+    "float_gemms": (
+        "gemms of float32 rows on a CPU beside torch.mm, no model",
         ("--shapes", "smollm2", "--rows", "1,512", "--repeats", "3"),
     ),
     "cpu_attention": ("attention of the compiled CPU kernels beside that of torch, no model", ("--repeats", "2")),
@@ -91,15 +91,15 @@ GPU_BENCHMARKS: dict[str, str] = {
     "gpu.kernels_attention": "every attention kernel: right, and how fast",
     "gpu.memory": "the memory plan beside what the device says: after the start, and the most that steps take",
     "gpu.mixed_attention": "attention of steps with decode rows and prompt chunks, one after the other and on branches",
-    "gpu.experts": "the products of a layer's experts by tokens, beside dense gemms of as many rows",
+    "gpu.experts": "the gemms of a layer's experts by tokens, beside dense gemms of as many rows",
     "gpu.latent_attention": "prompt attention over latents (DeepSeek), in the absorbed and in the expanded form",
     "gpu.mixed_steps": "time between tokens while long prompts are read, without and with a target, any device",
     "gpu.kernels_rest": "every other kernel: right, and how fast",
-    "gpu.nibbles": "products of few rows by 4-bit weights, by tiling",
-    "gpu.nibble_tiles": "products of many rows by 4-bit weights, and of experts in MXFP4",
+    "gpu.nibbles": "gemms of few rows by 4-bit weights, by tiling",
+    "gpu.nibble_tiles": "gemms of many rows by 4-bit weights, and of experts in MXFP4",
     "gpu.mlp": "a gated MLP of many rows, its gate taken along by the product or not, by shape and rows",
-    "gpu.w8a8": "products of int8 and float8 rows by weights of 8 bits, beside the library's",
-    "gpu.low_rank": "the products of LoRA adapters in a decode step, alone and in whole blocks",
+    "gpu.w8a8": "gemms of int8 and float8 rows by weights of 8 bits, beside the library's",
+    "gpu.low_rank": "the gemms of LoRA adapters in a decode step, alone and in whole blocks",
     "gpu.profile_step": "where the time of a decode step, or of reading prompts, goes",
 }
 

@@ -98,7 +98,7 @@ def main() -> None:
         bits = 8 * stored.num_bytes / (options.outputs * options.inputs)
         rows.append([name, f"{bits:.3f}", *(f"{each:.3f}" for each in ratios)])
     title = f"bytes in memory over bytes in the file, {options.outputs} x {options.inputs}, path {choose_path().name}"
-    publish(title, ["format", "bits in the file", "integer products", "cpu_weights float"], rows, where)
+    publish(title, ["format", "bits in the file", "integer gemms", "cpu_weights float"], rows, where)
     save(options.json, title, where, data)
 
 

@@ -43,7 +43,7 @@ class Shape:
     key_value: int  # outputs of the key and the value projection, each
     vocabulary: int
 
-    def products(self) -> list[tuple[int, int]]:
+    def gemms(self) -> list[tuple[int, int]]:
         """Return (outputs, inputs) of every gemm of a step, in order."""
         layer = [
             (self.hidden + 2 * self.key_value, self.hidden),
@@ -64,7 +64,7 @@ SHAPES = {  # of SmolLM2 and Qwen2.5; tiny: for testing the benchmark itself
 
 def make_weights(shape: Shape, bits: int, row_bits: int) -> list[PackedWeight]:
     form, weights = replace(FORMATS[bits], byte_rows=row_bits == 8), []
-    for outputs, inputs in shape.products():
+    for outputs, inputs in shape.gemms():
         size = -(-outputs // INT8_OUTPUTS) * panel_bytes(form, inputs)
         data = torch.full((size,), FILL, dtype=torch.uint8)
         weights.append(PackedWeight(torch.float32, form.number, outputs, inputs, data))
@@ -87,7 +87,7 @@ def measure(
     """Return bytes per second of the gemms and of the plain sum, interleaved."""
     rows = {inputs: torch.randn(batch, inputs) for inputs in {weight.inputs for weight in weights}}
     size = sum(weight.data.numel() for weight in weights)
-    work = {"products": lambda: run_step(weights, rows), "read": lambda: read_all(weights)}
+    work = {"gemms": lambda: run_step(weights, rows), "read": lambda: read_all(weights)}
     found: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(repeats):
         for name, each in work.items():
@@ -106,13 +106,13 @@ def main() -> None:
         weights = make_weights(SHAPES[name], options.bits, options.rows)
         data[name] = measure(weights, options.batch, options.repeats, clock)
         size = sum(weight.data.numel() for weight in weights)
-        products, read = (median(data[name][each]) for each in ("products", "read"))
-        rows.append([name, f"{size / 1e9:.2f}", f"{size / products * 1e3:.0f}", f"{products / 1e9:.1f}",
-                     f"{read / 1e9:.1f}", f"{products / read:.0%}"])  # fmt: skip
+        gemms, read = (median(data[name][each]) for each in ("gemms", "read"))
+        rows.append([name, f"{size / 1e9:.2f}", f"{size / gemms * 1e3:.0f}", f"{gemms / 1e9:.1f}",
+                     f"{read / 1e9:.1f}", f"{gemms / read:.0%}"])  # fmt: skip
     unit = "of CPU time" if options.clock == "cpu" else "of wall time"
     bits = f"weights of {options.bits} bits, rows of {options.rows}"
-    title = f"products of a decode step, {options.batch} streams, {bits}, {options.threads} threads, seconds {unit}"
-    publish(title, ["shape", "GB", "ms a step", "products GB/s", "plain read GB/s", "of it"], rows, where)
+    title = f"gemms of a decode step, {options.batch} streams, {bits}, {options.threads} threads, seconds {unit}"
+    publish(title, ["shape", "GB", "ms a step", "gemms GB/s", "plain read GB/s", "of it"], rows, where)
     save(options.json, title, where, data)
 
 

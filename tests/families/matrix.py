@@ -68,6 +68,7 @@ SAME_KERNELS = {
     "mistral4": "deepseek_v3",
     "olmo": "cohere2",
     "olmo3": "olmo2",
+    "olmo_hybrid": "qwen3_next",
     "olmoe": "mixtral",
     "phi3": "llama",
     "qwen2": "starcoder2",
@@ -80,6 +81,7 @@ SAME_KERNELS = {
     "smolvlm": "llama",
     "solar_open": "glm4_moe",
     "vaultgemma": "gemma2",
+    "xglm": "opt",
 }
 # Families of the same blocks as another one: the suite runs these features, the table and QUIRE_TEST_WHOLE all.
 SAME_BLOCKS = {

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 CALLED = {  # how often a program calls Python
     **dict.fromkeys(("apertus", "cohere-norms", "olmo-limit", "stablelm-norms", "deepseek_v32", "glm_moe_dsa"), 3),
     **dict.fromkeys(("mpt", "dbrx", "phimoe"), 3),  # a limit on queries, keys and values; the sparse mixer
-    "recurrent_gemma": 2,  # each recurrent layer
+    **dict.fromkeys(("recurrent_gemma", "olmo_hybrid"), 2),  # each recurrent layer
     "gemma3n_text": 21,  # three for the streams of each layer, one for each sparse gate
 }  # fmt: skip
 WHOLE = "QUIRE_TEST_WHOLE" in os.environ  # make families: Triton's interpreter is slow, and the matrix runs it too

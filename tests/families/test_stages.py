@@ -38,6 +38,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # so that two stages have what they need
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", FULL] * 2},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": [FULL, "conv"] * 2},
     "qwen3_next": HYBRID,
+    "olmo_hybrid": HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID,
 }

@@ -96,7 +96,7 @@ struct DotCase {
 
     void multiply(int64_t first, int64_t count, bf16* to) const {
         multiply_dots(x.data() + first * inputs, reinterpret_cast<const uint8_t*>(panels.data()), bias.data(),
-                      Product{count, inputs, outputs, outputs}, to);
+                      GemmSizes{count, inputs, outputs, outputs}, to);
     }
 
     bool is_right(int64_t row, int64_t output) const {

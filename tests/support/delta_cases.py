@@ -45,8 +45,10 @@ def delta_case(
     seed: int = 0,
     *,
     alike: bool = False,
+    most: float = 1.0,
 ) -> DeltaCase:
-    """`alike`: all tokens are the same, so that each changes what the one before has written."""
+    """`alike`: all tokens are the same, so that each changes what the one before has written. `most`: the largest
+    strength."""
     generator = torch.Generator().manual_seed(seed)
 
     def rand(*shape: int) -> Tensor:
@@ -58,6 +60,7 @@ def delta_case(
         rand(sizes.value_heads).to(device),
         (1.0 + 0.2 * rand(sizes.value_dim)).to(device),
         1e-6,
+        most,
     )
     qkvz, gates = rand(NUM_TOKENS, sizes.channels + sizes.value_size), rand(NUM_TOKENS, 2 * sizes.value_heads)
     if alike:
@@ -79,13 +82,13 @@ def expected(case: DeltaCase) -> tuple[Tensor, Tensor]:
         if read != SAME_RUN:
             state = before[read].clone() if read >= 0 else torch.zeros_like(before[0])
         for token in range(first, first + count):
-            out[token], state = _token(qkvz[token], gates[token], weights, state, sizes)
+            out[token], state = _token(qkvz[token], gates[token], weights, state, sizes, case.weights.most)
         after[written, : sizes.state_numbers] = state[: sizes.state_numbers]
     return out, after
 
 
 def _token(
-    qkvz: Tensor, gates: Tensor, weights: list[Tensor], state: Tensor, sizes: RecurrentSizes
+    qkvz: Tensor, gates: Tensor, weights: list[Tensor], state: Tensor, sizes: RecurrentSizes, most: float
 ) -> tuple[Tensor, Tensor]:
     convolution, rate, bias, norm = weights
     tail = state[sizes.matrix_numbers : sizes.state_numbers].view(sizes.width - 1, sizes.channels)
@@ -101,7 +104,7 @@ def _token(
         group = head // (sizes.value_heads // sizes.key_heads)
         q, k = (each[group] / (each[group].square().sum() + 1e-6).sqrt() for each in (query, key))
         matrix = matrices[head] * decay[head]
-        matrix = matrix + torch.outer(k, strength[head].sigmoid() * (value[head] - matrix.T @ k))
+        matrix = matrix + torch.outer(k, most * strength[head].sigmoid() * (value[head] - matrix.T @ k))
         matrices[head] = matrix
         given = matrix.T @ q / sizes.key_dim**0.5
         read.append(given / (given.square().mean() + 1e-6).sqrt() * norm * F.silu(z[head]))

@@ -121,6 +121,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
     "gemma": {"head_dim": 16, "pad_token_id": 0},
     "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0},
+    "xglm": {
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), ...), "d_model": 64,
+        "hidden_size": ..., "intermediate_size": ..., "ffn_dim": 96, "attention_heads": 4, "num_layers": 3,
+        "pad_token_id": 0,
+    },
     "vaultgemma": {
         "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0,
     },
@@ -297,6 +302,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 16},
     "olmo": {"pad_token_id": 0},
     "olmo2": {},
+    "olmo_hybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16, "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
     "olmo3": {
         "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_scaling": {

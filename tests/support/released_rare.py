@@ -32,6 +32,27 @@ RARE: dict[str, Settings] = {
         "layer_norm_epsilon": 1e-05, "n_ctx": 2048, "n_embd": 1024, "n_head": 16, "n_inner": None, "n_layer": 20,
         "n_positions": 2048, "resid_pdrop": 0.0, "rotary_dim": 32, "scale_attn_weights": True, "tie_word_embeddings":
         False, "use_cache": True, "vocab_size": 51200},
+    "xglm-564M": {
+        "architectures": ["XGLMForCausalLM"], "model_type": "xglm", "activation_dropout": 0, "activation_function":
+        "gelu", "attention_dropout": 0.1, "attention_heads": 16, "bos_token_id": 0, "d_model": 1024,
+        "decoder_start_token_id": 2, "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 4096, "init_std": 0.02, "layerdrop":
+        0.0, "max_position_embeddings": 2048, "num_layers": 24, "pad_token_id": 1, "scale_embedding": True,
+        "use_cache": True, "vocab_size": 256008},
+    "GLM-4.5V": {
+        "architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe", "image_token_id": 151363,
+        "video_token_id": 151364, "text_config": {
+            "model_type": "glm4v_moe_text", "attention_bias": True, "attention_dropout": 0.0, "eos_token_id":
+            [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size":
+            4096, "intermediate_size": 10944, "max_position_embeddings": 65536, "moe_intermediate_size": 1408,
+            "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+            "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": {"mrope_section": [8, 12, 12],
+            "rope_type": "default"}, "rope_theta": 10000.0, "routed_scaling_factor": 1.0, "topk_group": 1,
+            "use_qk_norm": False, "vocab_size": 151552},
+        "vision_config": {
+            "model_type": "glm4v_moe", "attention_bias": False, "depth": 24, "hidden_act": "silu", "hidden_size": 1536,
+            "image_size": 336, "in_channels": 3, "intermediate_size": 10944, "num_heads": 12, "out_hidden_size": 4096,
+            "patch_size": 14, "rms_norm_eps": 1e-05, "spatial_merge_size": 2, "temporal_patch_size": 2}},
     "gemma-3n-E2B-it": {
         "architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "eos_token_id": [1, 106],
         "text_config": {

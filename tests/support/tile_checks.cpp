@@ -43,12 +43,12 @@ template <int64_t FORMAT> bool check() {
         std::vector<float> x(rows * INPUTS), plain(rows * OUTPUTS), tiled(rows * OUTPUTS);
         for (float& each : x) each = normal(random_numbers);
         for (int64_t row = 0; row < rows; row += 3) x[row * INPUTS + 40] = -1000.0f;
-        const Product product{rows, INPUTS, OUTPUTS, OUTPUTS};
+        const GemmSizes sizes{rows, INPUTS, OUTPUTS, OUTPUTS};
         has_tiles = false;
-        multiply_int8<FORMAT>(x.data(), weight.data(), static_cast<const float*>(nullptr), product, plain.data());
+        multiply_int8<FORMAT>(x.data(), weight.data(), static_cast<const float*>(nullptr), sizes, plain.data());
         has_tiles = true;
         const int64_t before = emulated::num_products;
-        multiply_int8<FORMAT>(x.data(), weight.data(), static_cast<const float*>(nullptr), product, tiled.data());
+        multiply_int8<FORMAT>(x.data(), weight.data(), static_cast<const float*>(nullptr), sizes, tiled.data());
         if (emulated::num_products == before || std::memcmp(plain.data(), tiled.data(), 4 * plain.size()) != 0) {
             std::printf("format %d, %d rows: %d products by tiles\n", static_cast<int>(FORMAT), static_cast<int>(rows),
                         static_cast<int>(emulated::num_products - before));

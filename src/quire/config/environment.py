@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,9 @@ from quire.types.errors import ConfigError
 CACHE, OFFLINE, API_KEY, ADMIN_KEY = "QUIRE_CACHE", "QUIRE_OFFLINE", "QUIRE_API_KEY", "QUIRE_ADMIN_KEY"
 CPU_PATH, CPU_PIN = "QUIRE_CPU_PATH", "QUIRE_CPU_PIN"
 ROW_PROGRAM, CODED_EXPERTS = "QUIRE_ROW_PROGRAM", "QUIRE_CODED_EXPERTS"
+_KNOWN = (CACHE, OFFLINE, API_KEY, ADMIN_KEY, CPU_PATH, CPU_PIN, ROW_PROGRAM, CODED_EXPERTS)
+# Kubernetes sets these in every pod for a service whose name begins with quire
+_OF_KUBERNETES = re.compile(r"(\w+_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -31,8 +36,10 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Read the variables from `variables` (default: the environment of this process)."""
+    """Read the variables from `variables` (default: the environment of this process). Raises ConfigError for a bad
+    value, and for a name that is almost one of these."""
     variables = os.environ if variables is None else variables
+    _check_names(variables)
     return Environment(
         cache=_read_cache(variables),
         offline=_read_flag(variables, OFFLINE),
@@ -43,6 +50,16 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         row_program=_read_flag(variables, ROW_PROGRAM, default=True),
         coded_experts=_read_flag(variables, CODED_EXPERTS),
     )
+
+
+def _check_names(variables: Mapping[str, str]) -> None:
+    """Raise ConfigError for a mistyped name: a server would run without the key that its operator set."""
+    unknown = [name for name in variables if name.partition("_")[0] == "QUIRE" and name not in _KNOWN]
+    for name in unknown:
+        close = [] if _OF_KUBERNETES.fullmatch(name) else get_close_matches(name, _KNOWN, 1, 0.8)
+        if close:
+            reason = f"is not a variable of Quire; did you mean {close[0]}?"
+            raise ConfigError(name, reason, f"rename or unset it; known: {', '.join(_KNOWN)}")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -46,6 +46,8 @@ class Recurrent:
     width: int  # tokens in the convolution
     layers: tuple[int, ...]  # the recurrent layers; all others are attention layers
     joined: bool = False  # checkpoints store the input projections interleaved by key head, in two matrices
+    separate: bool = False  # checkpoints store the convolutions of queries, keys and values apart (Olmo Hybrid)
+    most_strength: float = 1.0  # of the update of a delta net
     kind: Literal["delta", "mamba", "selective", "rg_lru", "convolution"] = "delta"
     has_bias: bool = False  # of the convolution; of a "convolution" layer: of its projections too
     mamba: Mamba | None = None  # of Mamba-2 layers

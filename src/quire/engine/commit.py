@@ -82,7 +82,8 @@ class Committer:
         leases, lease_of = table.leases[rows.astype(np.intp)], table.lease_of
         noted = {chunk[0]: lease_of[chunk[0]] for chunk in plan.chunks}
         for new in plan.new_rows:
-            noted[new[0]] = lease_of[new[0]]
+            if (row := new[0]) not in noted:
+                noted[row] = lease_of[row]
         for each in paced:
             noted[each.row] = each.lease
         now, version = self._clock(), table.version

@@ -21,8 +21,9 @@ class Counters:
 
     def note_plan(self, plan: StepPlan, num_tokens: int) -> None:
         """Count the tokens of a plan, `num_tokens` in all."""
-        for _, _, count, _, num_sampled in plan.chunks:
-            self._prompt_tokens += count - num_sampled + 1
+        if chunks := plan.chunks:
+            num_drafted = sum([chunk[4] for chunk in chunks]) - len(chunks)
+            self._prompt_tokens += num_tokens - len(plan.decode_rows) - num_drafted
         self._computed_tokens += num_tokens
         self._steps_by_size[min(max(num_tokens - 1, 0).bit_length(), len(STEP_SIZES))] += 1
 

@@ -38,6 +38,7 @@ _RANK = 4  # the same for prompt positions, which are in one table
 _TOKEN = 5  # most bytes of a token id
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
 _MAX_INT32, _MAX_UINT64 = 2**31 - 1, 2**64 - 1
+_UINT32 = np.dtype(np.uint32)
 
 
 # ------------------------------------------------------------------------------------------------- checks
@@ -73,7 +74,7 @@ def check_request(
     if request.priority and config.policy != "priority":
         reason = f"means nothing to the {config.policy!r} policy"
         raise InvalidRequest("priority", reason, 'leave it out or use policy="priority"')
-    if np.maximum.reduce(np.frombuffer(request.prompt_token_ids, np.uint32)) >= vocab_size:  # a negative id is higher
+    if np.maximum.reduce(np.frombuffer(request.prompt_token_ids, _UINT32)) >= vocab_size:  # a negative id is higher
         check_vocabulary("prompt", request.prompt_token_ids, vocab_size)
     if request.images or config.images is not None:
         check_images(request, config.images)

@@ -2,8 +2,8 @@
 
 Each value head keeps a state matrix S [key dim, value dim]. For a token with query q and key k of unit length, value v,
 decay d and strength b (beta), the update is S <- d * S + k (b * (v - d * S^T k))^T, and the output of the token is S^T
-q / sqrt(key dim). Queries, keys and values come from a short causal convolution; its last inputs are stored behind the
-matrices of the state.
+q / sqrt(key dim). The strength is `most` times the sigmoid of its logit. Queries, keys and values come from a short
+causal convolution; its last inputs are stored behind the matrices of the state.
 """
 
 from __future__ import annotations
@@ -21,3 +21,4 @@ class DeltaWeights(NamedTuple):
     bias: Tensor  # [value heads]
     norm: Tensor  # [value dim]
     eps: float
+    most: float = 1.0  # the largest strength

@@ -1,4 +1,4 @@
-"""The weights of the bandwidth benchmark: as many bytes as a file of their kind, and products by them."""
+"""The weights of the bandwidth benchmark: as many bytes as a file of their kind, and gemms by them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 
 @pytest.mark.parametrize(("name", "billions"), [("1.5b", 1.54), ("3b", 3.09)])
 def test_a_shape_has_the_weights_of_its_name(name: str, billions: float) -> None:
-    assert sum(outputs * inputs for outputs, inputs in SHAPES[name].products()) / 1e9 == pytest.approx(
-        billions, abs=0.01
-    )
+    assert sum(outputs * inputs for outputs, inputs in SHAPES[name].gemms()) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 @pytest.mark.parametrize(("bits", "stored"), [(2, 2.625), (3, 3.5625), (4, 5.0), (8, 8.5)])

@@ -54,3 +54,19 @@ def test_a_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="QUIRE_CACHE: .* is not a folder"):
         read_environment({"QUIRE_CACHE": str(tmp_path / "file")})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("QUIRE_APIKEY", "QUIRE_API_KEY"), ("QUIRE_CACHE_DIR", "QUIRE_CACHE"), ("QUIRE_CPU_PINN", "QUIRE_CPU_PIN")],
+)
+def test_a_mistyped_name_is_refused(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: is not a variable of Quire; did you mean {meant}"):
+        read_environment({name: "x"})
+
+
+@pytest.mark.parametrize(
+    "name", ["QUIRE_SERVICE_HOST", "QUIRE_CACHE_PORT", "QUIRE_PORT_8000_TCP_ADDR", "QUIRE_TEST_WHOLE", "MY_QUIRE_CACHE"]
+)
+def test_variables_of_others_are_none_of_quires(name: str) -> None:
+    assert read_environment({name: "x"}) == read_environment({})

@@ -39,9 +39,11 @@ class RowTable:
         self.leases: Longs = np.zeros(num_rows, dtype=np.int64)  # 0: the row is free
         self.lease_of = self.leases.data  # the same memory: faster for one row
         self.handles: Longs = np.zeros(num_rows, dtype=np.int64)
+        self._handle_of = self.handles.data  # the same memory
         self.counts: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens that have come back
         self.count_of = self.counts.data  # the same memory
         self.limits: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens at which the sequence ends
+        self._limit_of = self.limits.data  # the same memory
         self.guided: Bools = np.zeros(num_rows, dtype=np.bool_)  # a grammar's mask applies to each of its samples
         self.observed: Bools = np.zeros(num_rows, dtype=np.bool_)  # a draft proposer observes its tokens
         self.end_ids: Ints = np.full((1, num_rows), -1, dtype=np.int32)  # [k, rows]
@@ -78,10 +80,10 @@ class RowTable:
         self.version += 1
         self.num_free -= 1
         self.num_taken += 1
-        self.handles[row] = handle = sequence.handle
+        self._handle_of[row] = handle = sequence.handle
         if handle < 0:
             self.num_not_streamed += 1
-        self.limits[row] = limit
+        self._limit_of[row] = limit
         self.count_of[row] = len(outputs)
         if outputs:
             self._outputs[row, : len(outputs)] = outputs

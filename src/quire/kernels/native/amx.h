@@ -208,29 +208,29 @@ inline void multiply_blocks(const uint8_t* packed, const uint8_t* pair, int64_t 
 
 // out [rows, outputs] = x [rows, inputs] @ weight.T + bias [outputs] (or null), with AMX tiles; all bfloat16.
 template <Format FORMAT>
-void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, const Product& product, bf16* out) {
+void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, const GemmSizes& sizes, bf16* out) {
     static thread_local std::vector<uint8_t> packed_room;
-    if (product.rows == 0) return;  // a tile configuration with zero lines is invalid
-    const int64_t inputs = product.inputs, tiles = tiles_of(product);
+    if (sizes.rows == 0) return;  // a tile configuration with zero lines is invalid
+    const int64_t inputs = sizes.inputs, tiles = tiles_of(sizes);
     const int64_t at_once = std::max<int64_t>(1, CACHED_BYTES / (ROW_BLOCK * inputs * 2)) * ROW_BLOCK;
-    uint8_t* packed = aligned_room(packed_room, std::min(at_once, product.rows + ROW_BLOCK) * inputs * 2);
-    for (int64_t first = 0; first < product.rows; first += at_once) {
-        const int64_t rows = std::min(at_once, product.rows - first), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    uint8_t* packed = aligned_room(packed_room, std::min(at_once, sizes.rows + ROW_BLOCK) * inputs * 2);
+    for (int64_t first = 0; first < sizes.rows; first += at_once) {
+        const int64_t rows = std::min(at_once, sizes.rows - first), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
         for_each(blocks, rows * inputs > MANY_NUMBERS,
                  [&](int64_t block) { pack_rows(x + first * inputs, rows, inputs, block, packed); });
-        const int64_t in_turn = product.panels_in_turn(2 * tiles * tile_bytes(FORMAT));
-        share_out(pairs_of(product), in_turn, product.is_large(), [&] {
+        const int64_t in_turn = sizes.panels_in_turn(2 * tiles * tile_bytes(FORMAT));
+        share_out(pairs_of(sizes), in_turn, sizes.is_large(), [&] {
             static thread_local std::vector<uint8_t> panel_room;
             uint8_t* room = aligned_room(panel_room, FORMAT == PLAIN ? 0 : 2 * tiles * 1024);
-            return [&, room, shaped = TilesInUse(TileShapes(std::min<int64_t>(16, product.rows)))](int64_t pair) {
-                const int64_t column = pair * PAIR_OUTPUTS, outputs = std::min(PAIR_OUTPUTS, product.outputs - column);
+            return [&, room, shaped = TilesInUse(TileShapes(std::min<int64_t>(16, sizes.rows)))](int64_t pair) {
+                const int64_t column = pair * PAIR_OUTPUTS, outputs = std::min(PAIR_OUTPUTS, sizes.outputs - column);
                 const uint8_t* tiled = weight + 2 * pair * tiles * tile_bytes(FORMAT);
                 const auto give = [&](int64_t block, const float* sums) {
                     const int64_t row = block * ROW_BLOCK, count = std::min(ROW_BLOCK, rows - row);
                     give_sums(sums, count, outputs, bias == nullptr ? nullptr : bias + column,
-                              out + (first + row) * product.out_stride + column, product.out_stride);
+                              out + (first + row) * sizes.out_stride + column, sizes.out_stride);
                 };
-                product.rows > 16 ? multiply_blocks<FORMAT, true>(packed, tiled, blocks, tiles, room, give)
+                sizes.rows > 16 ? multiply_blocks<FORMAT, true>(packed, tiled, blocks, tiles, room, give)
                                   : multiply_blocks<FORMAT, false>(packed, tiled, blocks, tiles, room, give);
             };
         });

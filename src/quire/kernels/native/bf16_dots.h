@@ -76,25 +76,25 @@ template <int UNITS> void add_panel_dots(const bf16* x, const bf16* weights, int
 
 // Interleave units [begin, end) of x [rows, inputs], n units together: [inputs / DOT_INPUTS][n][DOT_ROWS][DOT_INPUTS],
 // padded with zeros for missing rows and inputs.
-inline void weave_dot_rows(const bf16* x, int64_t begin, int64_t end, const Product& product, bf16* woven) {
-    const int64_t inputs = product.inputs, padded = padded_inputs(inputs);
+inline void weave_dot_rows(const bf16* x, int64_t begin, int64_t end, const GemmSizes& sizes, bf16* woven) {
+    const int64_t inputs = sizes.inputs, padded = padded_inputs(inputs);
     by_rows<MOST_DOT_ROWS>(begin, end, [&](auto n, int64_t unit) {
         bf16* to = woven + unit * DOT_ROWS * padded;
         for (int64_t i = 0; i < padded; i += DOT_INPUTS)
             for (int64_t row = unit * DOT_ROWS; row < (unit + n) * DOT_ROWS; ++row, to += DOT_INPUTS) {
-                if (row < product.rows && i + DOT_INPUTS <= inputs) {
+                if (row < sizes.rows && i + DOT_INPUTS <= inputs) {
                     std::memcpy(to, x + row * inputs + i, DOT_INPUTS * sizeof(bf16));
                     continue;
                 }
                 std::memset(to, 0, DOT_INPUTS * sizeof(bf16));
-                if (row < product.rows) std::memcpy(to, x + row * inputs + i, (inputs - i) * sizeof(bf16));
+                if (row < sizes.rows) std::memcpy(to, x + row * inputs + i, (inputs - i) * sizeof(bf16));
             }
     });
 }
 
 // Multiply all interleaved rows by one panel, to sums [units][ROW_SUMS].
-inline void multiply_dot_panel(const bf16* woven, const bf16* panel, const Product& product, float* sums) {
-    const int64_t units = row_units(product.rows), inputs = padded_inputs(product.inputs);
+inline void multiply_dot_panel(const bf16* woven, const bf16* panel, const GemmSizes& sizes, float* sums) {
+    const int64_t units = row_units(sizes.rows), inputs = padded_inputs(sizes.inputs);
     std::fill(sums, sums + units * ROW_SUMS, 0.0f);
     for (int64_t from = 0; from < inputs; from += MOST_INPUTS)  // so many inputs stay in the L1 cache
         by_rows<MOST_DOT_ROWS>(0, units, [&](auto n, int64_t unit) {
@@ -112,24 +112,24 @@ inline void gather_dots(const float* sums, int64_t row, float* line) {
 }
 
 // Multiply up to ROWS_AT_ONCE rows by all panels, with bias; `woven` is scratch memory for the interleaved rows.
-inline void multiply_some_dots(const bf16* x, const uint8_t* weight, const bf16* bias, const Product& product, bf16* woven,
+inline void multiply_some_dots(const bf16* x, const uint8_t* weight, const bf16* bias, const GemmSizes& sizes, bf16* woven,
                                bf16* out) {
-    const int64_t units = row_units(product.rows), inputs = padded_inputs(product.inputs);
-    for_each((units + MOST_DOT_ROWS - 1) / MOST_DOT_ROWS, product.rows * inputs > MANY_NUMBERS, [&](int64_t i) {
-        weave_dot_rows(x, i * MOST_DOT_ROWS, std::min<int64_t>((i + 1) * MOST_DOT_ROWS, units), product, woven);
+    const int64_t units = row_units(sizes.rows), inputs = padded_inputs(sizes.inputs);
+    for_each((units + MOST_DOT_ROWS - 1) / MOST_DOT_ROWS, sizes.rows * inputs > MANY_NUMBERS, [&](int64_t i) {
+        weave_dot_rows(x, i * MOST_DOT_ROWS, std::min<int64_t>((i + 1) * MOST_DOT_ROWS, units), sizes, woven);
     });
-    const int64_t panels = (product.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, panel_numbers = inputs * PANEL_OUTPUTS;
-    share_out(panels, product.panels_in_turn(panel_numbers * 2), product.is_large(), [&] {
+    const int64_t panels = (sizes.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, panel_numbers = inputs * PANEL_OUTPUTS;
+    share_out(panels, sizes.panels_in_turn(panel_numbers * 2), sizes.is_large(), [&] {
         return [&, sums = std::vector<float>(units * ROW_SUMS)](int64_t panel) mutable {
             const bf16* entries = reinterpret_cast<const bf16*>(weight) + panel * panel_numbers;
-            multiply_dot_panel(woven, entries, product, sums.data());
-            const int64_t begin = panel * PANEL_OUTPUTS, count = std::min(PANEL_OUTPUTS, product.outputs - begin);
-            for (int64_t row = 0; row < product.rows; ++row) {
+            multiply_dot_panel(woven, entries, sizes, sums.data());
+            const int64_t begin = panel * PANEL_OUTPUTS, count = std::min(PANEL_OUTPUTS, sizes.outputs - begin);
+            for (int64_t row = 0; row < sizes.rows; ++row) {
                 float line[PANEL_OUTPUTS];
                 gather_dots(sums.data(), row, line);
                 in_pieces(count, [&](int64_t i, int64_t n) {
                     const Floats value = load(line + i);
-                    put(out + row * product.out_stride + begin + i,
+                    put(out + row * sizes.out_stride + begin + i,
                         bias == nullptr ? value : rounded<bf16>(value) + fetch(bias + begin + i, n), n);
                 });
             }
@@ -138,14 +138,14 @@ inline void multiply_some_dots(const bf16* x, const uint8_t* weight, const bf16*
 }
 
 // out [rows, outputs] = x [rows, inputs] @ weight.T + bias [outputs] (or null); all bfloat16.
-inline void multiply_dots(const bf16* x, const uint8_t* weight, const bf16* bias, const Product& product, bf16* out) {
+inline void multiply_dots(const bf16* x, const uint8_t* weight, const bf16* bias, const GemmSizes& sizes, bf16* out) {
     static thread_local std::vector<bf16> room;
-    const int64_t at_once = row_units(std::min(ROWS_AT_ONCE, product.rows)) * DOT_ROWS;
-    room.resize(std::max<size_t>(room.size(), at_once * padded_inputs(product.inputs)));
-    for (int64_t row = 0; row < product.rows; row += ROWS_AT_ONCE) {
-        Product some = product;
-        some.rows = std::min(ROWS_AT_ONCE, product.rows - row);
-        multiply_some_dots(x + row * product.inputs, weight, bias, some, room.data(), out + row * product.out_stride);
+    const int64_t at_once = row_units(std::min(ROWS_AT_ONCE, sizes.rows)) * DOT_ROWS;
+    room.resize(std::max<size_t>(room.size(), at_once * padded_inputs(sizes.inputs)));
+    for (int64_t row = 0; row < sizes.rows; row += ROWS_AT_ONCE) {
+        GemmSizes some = sizes;
+        some.rows = std::min(ROWS_AT_ONCE, sizes.rows - row);
+        multiply_some_dots(x + row * sizes.inputs, weight, bias, some, room.data(), out + row * sizes.out_stride);
     }
 }
 #endif

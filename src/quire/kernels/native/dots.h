@@ -2,7 +2,7 @@
 // the number of rows.
 #pragma once
 
-#include "product.h"
+#include "gemm.h"
 
 namespace {
 
@@ -34,18 +34,18 @@ void dot_rows(const float* rows, const float* const* keys, int64_t count, int64_
 
 // out [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T for an unpacked row-major float32 weight. The
 // inputs must be a multiple of LANES.
-inline void multiply_rows(const float* x, const float* weight, const Product& product, float* out) {
+inline void multiply_rows(const float* x, const float* weight, const GemmSizes& sizes, float* out) {
     constexpr int64_t AT_ONCE = 32;
-    for_each((product.outputs + AT_ONCE - 1) / AT_ONCE, true, [&](int64_t index) {
+    for_each((sizes.outputs + AT_ONCE - 1) / AT_ONCE, true, [&](int64_t index) {
         const int64_t begin = index * AT_ONCE;
-        const int64_t count = std::min(AT_ONCE, product.outputs - begin);
+        const int64_t count = std::min(AT_ONCE, sizes.outputs - begin);
         const float* keys[AT_ONCE];
-        for (int64_t i = 0; i < AT_ONCE; ++i) keys[i] = weight + (begin + std::min(i, count - 1)) * product.inputs;
-        by_rows<FUSED>(0, product.rows, [&](auto n, int64_t row) {
+        for (int64_t i = 0; i < AT_ONCE; ++i) keys[i] = weight + (begin + std::min(i, count - 1)) * sizes.inputs;
+        by_rows<FUSED>(0, sizes.rows, [&](auto n, int64_t row) {
             float found[FUSED * AT_ONCE];
-            dot_rows<n>(x + row * product.inputs, keys, count, product.inputs, nullptr, found, AT_ONCE);
+            dot_rows<n>(x + row * sizes.inputs, keys, count, sizes.inputs, nullptr, found, AT_ONCE);
             for (int r = 0; r < n; ++r)
-                std::memcpy(out + (row + r) * product.out_stride + begin, found + r * AT_ONCE, count * sizeof(float));
+                std::memcpy(out + (row + r) * sizes.out_stride + begin, found + r * AT_ONCE, count * sizeof(float));
         });
     });
 }

@@ -47,7 +47,7 @@ template <typename T> void multiply_by_each(const PackedParts& parts, const T* x
     for (const PackedLinear* each = linear; each < end; ++each) width += each->outputs;
     for (; linear < end; out += linear->outputs, ++linear)
         multiply_for<T>(linear->format)(x, linear->weight, static_cast<const T*>(linear->bias),
-                                        Product{rows, linear->inputs, linear->outputs, width}, out);
+                                        GemmSizes{rows, linear->inputs, linear->outputs, width}, out);
 }
 
 template <typename T> float one(const T* from) { return fetch(from, 1)[0]; }

@@ -1,7 +1,7 @@
 // The formats of quantized weights for integer gemm, and the layout of their panels (int8_panels.h).
 #pragma once
 
-#include "product.h"
+#include "gemm.h"
 
 namespace {
 

@@ -100,52 +100,52 @@ constexpr int64_t rows_together(int64_t most, int64_t rest) {
 }
 
 // Integer gemm of up to INT8_ROWS_AT_ONCE rows; `room` is scratch memory for the quantized rows.
-template <typename T> struct Int8Product {
+template <typename T> struct Int8Gemm {
     const Int8Kernels& kernels;
     const T* x;
     const uint8_t* weight;
     const T* bias;
-    Product product;
+    GemmSizes sizes;
     uint8_t* room;
     T* out;
 
     // Byte offset of row `row` in the scratch memory.
-    int64_t place_of(int64_t row) const { return integer_rows_bytes(kernels.format, row, product.inputs); }
+    int64_t place_of(int64_t row) const { return integer_rows_bytes(kernels.format, row, sizes.inputs); }
 
     // Quantize all rows to records of up to `most` rows.
     void quantize(int64_t most) const {
-        for_each((product.rows + most - 1) / most, product.rows * product.inputs > MANY_NUMBERS / 2, [&](int64_t i) {
-            const int64_t end = std::min((i + 1) * most, product.rows);
+        for_each((sizes.rows + most - 1) / most, sizes.rows * sizes.inputs > MANY_NUMBERS / 2, [&](int64_t i) {
+            const int64_t end = std::min((i + 1) * most, sizes.rows);
             for (int64_t row = i * most, n; row < end; row += n) {
                 n = rows_together(most, end - row);
-                quantize_rows(kernels.format, x, row, n, product.inputs, room);
+                quantize_rows(kernels.format, x, row, n, sizes.inputs, room);
             }
         });
     }
 
     // Call a function made by `make()`, once per thread, with each panel and its epilogue, in parallel over panels.
     template <typename Make> void for_panels(Make make) const {
-        const int64_t panels = (product.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS, inputs = product.inputs;
+        const int64_t panels = (sizes.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS, inputs = sizes.inputs;
         const int64_t bytes = int8_panel_bytes(kernels.format, inputs);
-        share_out(panels, product.panels_in_turn(bytes), product.is_large(), [&] {
+        share_out(panels, sizes.panels_in_turn(bytes), sizes.is_large(), [&] {
             return [&, take = make()](int64_t panel) mutable {
                 const uint8_t* own = weight + panel * bytes;
-                const int64_t begin = panel * INT8_OUTPUTS, count = std::min(INT8_OUTPUTS, product.outputs - begin);
+                const int64_t begin = panel * INT8_OUTPUTS, count = std::min(INT8_OUTPUTS, sizes.outputs - begin);
                 take(PanelBytes{own, decode_factors(kernels.format, own, inputs)},
-                     PanelResults<T>{out + begin, bias == nullptr ? nullptr : bias + begin, product.out_stride, count});
+                     PanelResults<T>{out + begin, bias == nullptr ? nullptr : bias + begin, sizes.out_stride, count});
             };
         });
     }
 
     // Multiply rows `row` and on by one panel.
     void multiply_panel(int64_t row, const PanelBytes& panel, const PanelResults<T>& results) const {
-        for (int64_t n; row < product.rows; row += n) {
-            n = rows_together(INT8_ROWS, product.rows - row);
+        for (int64_t n; row < sizes.rows; row += n) {
+            n = rows_together(INT8_ROWS, sizes.rows - row);
             Floats sums[INT8_ROWS * PARTS];
             uint8_t* const records = room + place_of(row);
-            kernels.multiply[n](records, product.inputs, panel, sums);
-            if (kernels.add_low != nullptr && have_low_digits(records, n, product.inputs))
-                kernels.add_low(records, n, product.inputs, panel, sums);
+            kernels.multiply[n](records, sizes.inputs, panel, sums);
+            if (kernels.add_low != nullptr && have_low_digits(records, n, sizes.inputs))
+                kernels.add_low(records, n, sizes.inputs, panel, sums);
             results.put_sums(sums, row, n);
         }
     }
@@ -153,14 +153,14 @@ template <typename T> struct Int8Product {
     // Run the gemm: on AMX int8 tiles for whole blocks of rows where available, else on vector units.
     void go() const {
 #ifdef __AMX_INT8__
-        if (has_tiles && kernels.multiply_tiles != nullptr && product.rows >= INT8_TILE_ROWS) {
+        if (has_tiles && kernels.multiply_tiles != nullptr && sizes.rows >= INT8_TILE_ROWS) {
             quantize(INT8_TILE_ROWS);
-            const int64_t tiled = product.rows / INT8_TILE_ROWS * INT8_TILE_ROWS;
+            const int64_t tiled = sizes.rows / INT8_TILE_ROWS * INT8_TILE_ROWS;
             return for_panels([&] {
                 const TileShapes shapes = int8_tile_shapes(scales_of(kernels.format));
                 return [&, tiled, in_use = TilesInUse(shapes)](const PanelBytes& panel, const PanelResults<T>& results) {
                     Floats sums[INT8_ROWS_AT_ONCE];
-                    kernels.multiply_tiles(room, tiled, product.inputs, panel, sums);
+                    kernels.multiply_tiles(room, tiled, sizes.inputs, panel, sums);
                     results.put_sums(sums, 0, tiled);
                     multiply_panel(tiled, panel, results);
                 };
@@ -176,22 +176,22 @@ template <typename T> struct Int8Product {
 
 // out [rows, outputs] = x [rows, inputs] @ weight.T + bias [outputs] (or null), in integer arithmetic.
 template <typename T>
-void multiply_int8_by(const Int8Kernels& kernels, const T* x, const uint8_t* weight, const T* bias, const Product& product,
+void multiply_int8_by(const Int8Kernels& kernels, const T* x, const uint8_t* weight, const T* bias, const GemmSizes& sizes,
                       T* out) {
     static thread_local std::vector<uint8_t> room;
-    const int64_t most = std::min(INT8_ROWS_AT_ONCE, product.rows);
-    room.resize(std::max<size_t>(room.size(), integer_rows_bytes(kernels.format, most, product.inputs)));
-    for (int64_t row = 0; row < product.rows; row += INT8_ROWS_AT_ONCE) {
-        Product some = product;
-        some.rows = std::min(INT8_ROWS_AT_ONCE, product.rows - row);
-        Int8Product<T>{kernels, x + row * product.inputs, weight, bias, some, room.data(), out + row * product.out_stride}
+    const int64_t most = std::min(INT8_ROWS_AT_ONCE, sizes.rows);
+    room.resize(std::max<size_t>(room.size(), integer_rows_bytes(kernels.format, most, sizes.inputs)));
+    for (int64_t row = 0; row < sizes.rows; row += INT8_ROWS_AT_ONCE) {
+        GemmSizes some = sizes;
+        some.rows = std::min(INT8_ROWS_AT_ONCE, sizes.rows - row);
+        Int8Gemm<T>{kernels, x + row * sizes.inputs, weight, bias, some, room.data(), out + row * sizes.out_stride}
             .go();
     }
 }
 
 template <int64_t FORMAT, typename T>
-void multiply_int8(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out) {
-    multiply_int8_by(INT8_KERNELS<FORMAT>, x, weight, bias, product, out);
+void multiply_int8(const T* x, const uint8_t* weight, const T* bias, const GemmSizes& sizes, T* out) {
+    multiply_int8_by(INT8_KERNELS<FORMAT>, x, weight, bias, sizes, out);
 }
 
 // The quantized value of input `input` of 32, of output `place` of 16.
@@ -218,11 +218,11 @@ inline int32_t stored_level(int64_t format, const uint8_t* table, const uint8_t*
 
 // Dequantize outputs `places` [count] of a weight to out [count, inputs]. Returns false, and does nothing, if an index
 // is out of range.
-inline bool read_int8_rows(int64_t format, const uint8_t* panels, const int64_t* places, const Product& product,
+inline bool read_int8_rows(int64_t format, const uint8_t* panels, const int64_t* places, const GemmSizes& sizes,
                            float* out) {
-    const int64_t count = product.rows, inputs = product.inputs;
+    const int64_t count = sizes.rows, inputs = sizes.inputs;
     for (int64_t row = 0; row < count; ++row)
-        if (places[row] < 0 || places[row] >= product.outputs) return false;
+        if (places[row] < 0 || places[row] >= sizes.outputs) return false;
     const int64_t groups = inputs / INT8_GROUP, scales = scales_of(format), each = INT8_GROUP / scales;
     for_each(count, count * inputs > MANY_NUMBERS, [&](int64_t row) {
         const uint8_t* panel = panels + places[row] / INT8_OUTPUTS * int8_panel_bytes(format, inputs);

@@ -10,7 +10,7 @@ namespace {
 
 // out [rows, outputs] = x [rows, inputs] @ weight.T + bias [outputs] (or null) for a packed weight.
 template <typename T>
-using Multiply = void (*)(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out);
+using Multiply = void (*)(const T* x, const uint8_t* weight, const T* bias, const GemmSizes& sizes, T* out);
 
 // The integer gemm kernel for a format; ROWS: BYTE_ROWS, or 0.
 template <typename T, int64_t ROWS> inline Multiply<T> multiply_int8_of(int64_t format) {

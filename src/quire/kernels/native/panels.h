@@ -10,7 +10,8 @@
 // the last panel.
 #pragma once
 
-#include "product.h"
+#include "gemm.h"
+#include "weave.h"
 
 namespace {
 
@@ -187,8 +188,27 @@ struct Sums {
     int64_t stride;
 };
 
-// The inner kernel: x [inputs][ROWS] times weights [inputs][PANEL_OUTPUTS], added to the sums so far.
-template <int ROWS, typename W> void add_inputs(const float* x, const W* weights, int64_t inputs, const Sums& sums) {
+// What the inner kernel prefetches in MOST_ROWS parts, spread over its inputs: in a burst, cache misses would wait for
+// each other.
+struct Ahead {
+    const uint8_t* weights;  // of the next piece, to the L2 cache
+    int64_t bytes;
+    const float *sums, *out;  // of the next MOST_ROWS rows, PANEL_OUTPUTS or `stride` floats apart; null: none
+    int64_t stride;
+
+    inline __attribute__((always_inline)) void fetch_part(int64_t part) const {
+        for (int64_t i = 64 * part; i < bytes; i += 64 * MOST_ROWS) __builtin_prefetch(weights + i, 0, 2);
+        for (int64_t i = 0; i < PANEL_OUTPUTS; i += 16) {
+            if (sums != nullptr) __builtin_prefetch(sums + part * PANEL_OUTPUTS + i, 1, 3);
+            if (out != nullptr) __builtin_prefetch(out + part * stride + i, 1, 3);
+        }
+    }
+};
+
+// The inner kernel: x [inputs][ROWS] times weights [inputs][PANEL_OUTPUTS], added to the sums so far. `ahead` may be
+// null.
+template <int ROWS, typename W>
+void add_inputs(const float* x, const W* weights, int64_t inputs, const Sums& sums, const Ahead* ahead) {
     Floats own[ROWS][PANEL_PIECES] = {};
     const auto each = [&](auto body) __attribute__((always_inline)) {
         unroll<ROWS * PANEL_PIECES>([&](auto i) __attribute__((always_inline)) {
@@ -206,6 +226,14 @@ template <int ROWS, typename W> void add_inputs(const float* x, const W* weights
         each([&](Floats& sum, int64_t row, int64_t i) __attribute__((always_inline)) {
             sum = load(before + row * PANEL_OUTPUTS + i);
         });
+    if (ROWS == MOST_ROWS && ahead != nullptr) {
+        const int64_t turns = inputs / (ROWS * INPUTS_IN_TURN);
+        for (int64_t part = 0; part < ROWS; ++part) {
+            ahead->fetch_part(part);
+            for (int64_t i = 0; i < turns; ++i) add(std::integral_constant<int, INPUTS_IN_TURN>{});
+        }
+        inputs -= turns * ROWS * INPUTS_IN_TURN;
+    }
     for (; inputs >= INPUTS_IN_TURN; inputs -= INPUTS_IN_TURN) add(std::integral_constant<int, INPUTS_IN_TURN>{});
     if constexpr (INPUTS_IN_TURN > 1)
         for (; inputs > 0; --inputs) add(std::integral_constant<int, 1>{});
@@ -216,58 +244,20 @@ template <int ROWS, typename W> void add_inputs(const float* x, const W* weights
     });
 }
 
-inline float as_float(float x) { return x; }
-inline float as_float(bf16 x) {
-    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-// Interleave `inputs` inputs of N rows of x, `stride` apart, to [inputs][N]: with AVX-512 a transpose of 8 x 8.
-template <int N, typename T> inline void weave(const T* x, int64_t stride, int64_t inputs, float* to) {
-    int64_t i = 0;
-#ifdef __AVX512F__
-    if constexpr (N == 8 && std::is_same_v<T, float>)
-        for (; i + 8 <= inputs; i += 8, to += 64) {
-            __m512 both[4], pairs[4], fours[4];
-            for (int r = 0; r < 4; ++r) {  // rows r and r + 4
-                const __m512 upper = _mm512_castps256_ps512(_mm256_loadu_ps(x + r * stride + i));
-                const __m256d lower = _mm256_castps_pd(_mm256_loadu_ps(x + (r + 4) * stride + i));
-                both[r] = _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(upper), lower, 1));
-            }
-            for (int r = 0; r < 4; r += 2) {
-                pairs[r] = _mm512_unpacklo_ps(both[r], both[r + 1]);
-                pairs[r + 1] = _mm512_unpackhi_ps(both[r], both[r + 1]);
-            }
-            for (int k = 0; k < 4; ++k) {  // inputs k and k + 4 of four rows, then of the other four
-                const __m512d a = _mm512_castps_pd(pairs[k / 2]), b = _mm512_castps_pd(pairs[k / 2 + 2]);
-                fours[k] = _mm512_castpd_ps(k % 2 ? _mm512_unpackhi_pd(a, b) : _mm512_unpacklo_pd(a, b));
-            }
-            for (int k = 0; k < 4; k += 2) {
-                _mm512_storeu_ps(to + 8 * k, _mm512_shuffle_f32x4(fours[k], fours[k + 1], 0x88));
-                _mm512_storeu_ps(to + 8 * k + 32, _mm512_shuffle_f32x4(fours[k], fours[k + 1], 0xDD));
-            }
-        }
-#endif
-    for (; i < inputs; ++i)
-        for (int r = 0; r < N; ++r) *to++ = as_float(x[r * stride + i]);
-}
-
 // Offset of the interleaved rows from `row` on for inputs [from, from + inputs): these inputs of all rows are adjacent,
 // so that the data for one piece of a panel is read sequentially.
-inline int64_t woven_place(const Product& product, int64_t from, int64_t inputs, int64_t row) {
-    return from * product.rows + row * inputs;
+inline int64_t woven_place(const GemmSizes& sizes, int64_t from, int64_t inputs, int64_t row) {
+    return from * sizes.rows + row * inputs;
 }
 
 // Interleave rows [begin, end) of x [rows, inputs]: for each MOST_INPUTS inputs, n rows together, as [inputs][n].
 template <typename T>
-inline void weave_rows(const T* x, int64_t begin, int64_t end, const Product& product, float* woven) {
+inline void weave_rows(const T* x, int64_t begin, int64_t end, const GemmSizes& sizes, float* woven) {
     by_rows<MOST_ROWS>(begin, end, [&](auto n, int64_t row) {
-        for (int64_t from = 0; from < product.inputs; from += MOST_INPUTS) {
-            const int64_t inputs = std::min(MOST_INPUTS, product.inputs - from);
-            weave<n>(x + row * product.inputs + from, product.inputs, inputs,
-                     woven + woven_place(product, from, inputs, row));
+        for (int64_t from = 0; from < sizes.inputs; from += MOST_INPUTS) {
+            const int64_t inputs = std::min(MOST_INPUTS, sizes.inputs - from);
+            weave<n>(x + row * sizes.inputs + from, sizes.inputs, inputs,
+                     woven + woven_place(sizes, from, inputs, row));
         }
     });
 }
@@ -277,27 +267,28 @@ struct Piece {
     const uint8_t *panel, *next;
     int64_t from;  // first of its inputs
     float* sums;   // [rows, PANEL_OUTPUTS]
-    float* out;    // if not null, final sums go here, product.out_stride apart
+    float* out;    // if not null, final sums go here, sizes.out_stride apart
 };
 
 // Multiply all interleaved rows by MOST_INPUTS inputs of a panel. `room`: scratch for those inputs as floats. With many
-// rows, the next piece is prefetched to the L2 cache, a part of it with every few rows.
-inline void multiply_piece(Format format, const float* woven, const Piece& piece, const Product& product, float* room) {
-    const int64_t from = piece.from, inputs = std::min(MOST_INPUTS, product.inputs - from);
-    const bool is_ahead = product.rows >= ROWS_TOGETHER;
-    const int64_t ahead = is_ahead ? panel_bytes(format, inputs) * MOST_ROWS / product.rows : 0;
-    const uint8_t* next = piece.next;
+// rows, the next piece is prefetched, a part of it with every few rows, and so are the sums of the next rows.
+inline void multiply_piece(Format format, const float* woven, const Piece& piece, const GemmSizes& sizes, float* room) {
+    const int64_t from = piece.from, inputs = std::min(MOST_INPUTS, sizes.inputs - from);
+    const bool is_ahead = sizes.rows >= ROWS_TOGETHER;
+    const int64_t bytes = panel_bytes(format, inputs) * MOST_ROWS / sizes.rows;  // for MOST_ROWS rows
+    Ahead ahead{piece.next, bytes, nullptr, nullptr, sizes.out_stride};
     const auto add = [&](const auto* weights) {
-        by_rows<MOST_ROWS>(0, product.rows, [&](auto n, int64_t row) {
-            for (int64_t i = 0; i < ahead; i += 64) __builtin_prefetch(next + i, 0, 2);
-            next += ahead;
+        by_rows<MOST_ROWS>(0, sizes.rows, [&](auto n, int64_t row) {
             float* own = piece.sums + row * PANEL_OUTPUTS;
             Sums sums{from == 0 ? nullptr : own, own, PANEL_OUTPUTS};
-            if (piece.out != nullptr) sums.to = piece.out + row * product.out_stride, sums.stride = product.out_stride;
-            add_inputs<n>(woven + woven_place(product, from, inputs, row), weights, inputs, sums);
+            if (piece.out != nullptr) sums.to = piece.out + row * sizes.out_stride, sums.stride = sizes.out_stride;
+            ahead.sums = from == 0 && piece.out != nullptr ? nullptr : own + n * PANEL_OUTPUTS;
+            ahead.out = piece.out == nullptr ? nullptr : sums.to + n * sizes.out_stride;
+            add_inputs<n>(woven + woven_place(sizes, from, inputs, row), weights, inputs, sums, is_ahead ? &ahead : nullptr);
+            ahead.weights += ahead.bytes;
         });
     };
-    if (format == HALVES && product.rows <= MOST_ROWS)  // each value is used once, so it is not stored as a float
+    if (format == HALVES && sizes.rows <= MOST_ROWS)  // each value is used once, so it is not stored as a float
         add(reinterpret_cast<const bf16*>(piece.panel) + from * PANEL_OUTPUTS);
     else
         add(plain_inputs(format, piece.panel, from, inputs, room));
@@ -309,54 +300,55 @@ inline float* as_floats(bf16*) { return nullptr; }
 // Multiply all interleaved rows by panels [begin, end): by the same inputs of each panel, then by the next inputs, so
 // that rows come from the L2 cache for all panels but the first. `sums`: [panels, rows, PANEL_OUTPUTS].
 template <typename T>
-void multiply_some_panels(Format format, const float* woven, const uint8_t* weight, const T* bias, const Product& product,
+void multiply_some_panels(Format format, const float* woven, const uint8_t* weight, const T* bias, const GemmSizes& sizes,
                           int64_t begin, int64_t end, float* room, float* sums, T* out) {
-    const int64_t bytes = panel_bytes(format, product.inputs);
+    const int64_t bytes = panel_bytes(format, sizes.inputs);
     const auto is_final = [&](int64_t panel) {  // the sums are the result, and the panel has no padding
-        return as_floats(out) != nullptr && bias == nullptr && (panel + 1) * PANEL_OUTPUTS <= product.outputs;
+        return as_floats(out) != nullptr && bias == nullptr && (panel + 1) * PANEL_OUTPUTS <= sizes.outputs;
     };
-    const auto sums_of = [&](int64_t panel) { return sums + (panel - begin) * product.rows * PANEL_OUTPUTS; };
-    for (int64_t from = 0; from < product.inputs; from += MOST_INPUTS)
+    const auto sums_of = [&](int64_t panel) { return sums + (panel - begin) * sizes.rows * PANEL_OUTPUTS; };
+    for (int64_t from = 0; from < sizes.inputs; from += MOST_INPUTS)
         for (int64_t panel = begin; panel < end; ++panel) {
-            const bool is_last = from + MOST_INPUTS >= product.inputs;
+            const bool is_last = from + MOST_INPUTS >= sizes.inputs;
             const int64_t next = panel + 1 < end ? panel + 1 : is_last ? end : begin;
             const int64_t next_from = panel + 1 < end ? from : is_last ? 0 : from + MOST_INPUTS;
             float* to = is_last && is_final(panel) ? as_floats(out) + panel * PANEL_OUTPUTS : nullptr;
             const uint8_t* next_piece = weight + next * bytes + panel_bytes(format, next_from);
-            multiply_piece(format, woven, {weight + panel * bytes, next_piece, from, sums_of(panel), to}, product, room);
+            multiply_piece(format, woven, {weight + panel * bytes, next_piece, from, sums_of(panel), to}, sizes, room);
         }
     for (int64_t panel = begin; panel < end; ++panel) {
         if (is_final(panel)) continue;
-        const int64_t first = panel * PANEL_OUTPUTS, count = std::min(PANEL_OUTPUTS, product.outputs - first);
-        for (int64_t row = 0; row < product.rows; ++row)
+        const int64_t first = panel * PANEL_OUTPUTS, count = std::min(PANEL_OUTPUTS, sizes.outputs - first);
+        for (int64_t row = 0; row < sizes.rows; ++row)
             in_pieces(count, [&](int64_t i, int64_t n) {
                 const Floats value = load(sums_of(panel) + row * PANEL_OUTPUTS + i);
-                put(out + row * product.out_stride + first + i,
+                put(out + row * sizes.out_stride + first + i,
                     bias == nullptr ? value : rounded<T>(value) + fetch(bias + first + i, n), n);
             });
     }
 }
 
+struct alignas(64) Line {  // a cache line, for alignment
+    float numbers[16];
+};
+
 // Multiply up to ROWS_AT_ONCE rows; `woven` is scratch memory for the interleaved rows.
 template <typename T>
-void multiply_some(Format format, const T* x, const uint8_t* weight, const T* bias, const Product& product, float* woven,
+void multiply_some(Format format, const T* x, const uint8_t* weight, const T* bias, const GemmSizes& sizes, float* woven,
                    T* out) {
-    struct alignas(64) Line {  // a cache line, for alignment
-        float numbers[16];
-    };
-    const int64_t panels = (product.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
-    for_each((product.rows + MOST_ROWS - 1) / MOST_ROWS, product.rows * product.inputs > MANY_NUMBERS, [&](int64_t i) {
-        weave_rows(x, i * MOST_ROWS, std::min((i + 1) * MOST_ROWS, product.rows), product, woven);
+    const int64_t panels = (sizes.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
+    for_each((sizes.rows + MOST_ROWS - 1) / MOST_ROWS, sizes.rows * sizes.inputs > MANY_NUMBERS, [&](int64_t i) {
+        weave_rows(x, i * MOST_ROWS, std::min((i + 1) * MOST_ROWS, sizes.rows), sizes, woven);
     });
-    const int64_t together = product.rows < ROWS_TOGETHER ? 1 : PANELS_TOGETHER;
-    share_ranges(panels, product.panels_in_turn(panel_bytes(format, product.inputs)), product.is_large(), [&] {
+    const int64_t together = sizes.rows < ROWS_TOGETHER ? 1 : PANELS_TOGETHER;
+    share_ranges(panels, sizes.panels_in_turn(panel_bytes(format, sizes.inputs)), sizes.is_large(), [&] {
         static thread_local std::vector<float> room;
         static thread_local std::vector<Line> sums;
         if (format != PLAIN) room.resize(MOST_INPUTS * PANEL_OUTPUTS);
-        sums.resize(std::max<size_t>(sums.size(), (together * product.rows * PANEL_OUTPUTS + 15) / 16));
+        sums.resize(std::max<size_t>(sums.size(), (together * sizes.rows * PANEL_OUTPUTS + 15) / 16));
         return [&, expanded = room.data(), own = sums.data()->numbers](int64_t begin, int64_t end) {
             for (; begin < end; begin += together)
-                multiply_some_panels(format, woven, weight, bias, product, begin, std::min(begin + together, end), expanded,
+                multiply_some_panels(format, woven, weight, bias, sizes, begin, std::min(begin + together, end), expanded,
                                      own, out);
         };
     });
@@ -364,19 +356,20 @@ void multiply_some(Format format, const T* x, const uint8_t* weight, const T* bi
 
 // out [rows, outputs] = x [rows, inputs] @ weight.T + bias [outputs] (or null).
 template <typename T>
-void multiply_panels_of(Format format, const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out) {
-    static thread_local std::vector<float> room;
-    room.resize(std::max<size_t>(room.size(), std::min(ROWS_AT_ONCE, product.rows) * product.inputs));
-    for (int64_t row = 0; row < product.rows; row += ROWS_AT_ONCE) {
-        Product some = product;
-        some.rows = std::min(ROWS_AT_ONCE, product.rows - row);
-        multiply_some(format, x + row * product.inputs, weight, bias, some, room.data(), out + row * product.out_stride);
+void multiply_panels_of(Format format, const T* x, const uint8_t* weight, const T* bias, const GemmSizes& sizes, T* out) {
+    static thread_local std::vector<Line> room;
+    room.resize(std::max<size_t>(room.size(), (std::min(ROWS_AT_ONCE, sizes.rows) * sizes.inputs + 15) / 16));
+    for (int64_t row = 0; row < sizes.rows; row += ROWS_AT_ONCE) {
+        GemmSizes some = sizes;
+        some.rows = std::min(ROWS_AT_ONCE, sizes.rows - row);
+        multiply_some(format, x + row * sizes.inputs, weight, bias, some, room.data()->numbers,
+                      out + row * sizes.out_stride);
     }
 }
 
 template <Format FORMAT, typename T>
-void multiply_panels(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out) {
-    multiply_panels_of(FORMAT, x, weight, bias, product, out);
+void multiply_panels(const T* x, const uint8_t* weight, const T* bias, const GemmSizes& sizes, T* out) {
+    multiply_panels_of(FORMAT, x, weight, bias, sizes, out);
 }
 
 }  // namespace

@@ -138,13 +138,13 @@ int64_t quire_has_tile_units() {
 // panels.h; PLAIN for bfloat16: tiles.h, bf16_dots.h). Returns false, and does nothing, if there is no kernel for it.
 int64_t quire_multiply(int64_t type, int64_t format, const void* x, const uint8_t* weight, const void* bias, void* out,
                        int64_t rows, int64_t inputs, int64_t outputs) {
-    const Product product{rows, inputs, outputs, outputs};
+    const GemmSizes sizes{rows, inputs, outputs, outputs};
     bool has_kernel = false;
     DISPATCH(type, {
         const Multiply<T> multiply = multiply_for<T>(format);
         has_kernel = multiply != nullptr;
         if (has_kernel)
-            multiply(static_cast<const T*>(x), weight, static_cast<const T*>(bias), product, static_cast<T*>(out));
+            multiply(static_cast<const T*>(x), weight, static_cast<const T*>(bias), sizes, static_cast<T*>(out));
     })
     return has_kernel;
 }
@@ -162,7 +162,7 @@ int64_t quire_level_panels_pay() { return LEVELS_PAY; }
 // inputs: a multiple of 16.
 void quire_multiply_rows(const float* x, const float* weight, float* out, int64_t rows, int64_t inputs,
                          int64_t outputs) {
-    guarded([&] { multiply_rows(x, weight, Product{rows, inputs, outputs, outputs}, out); });
+    guarded([&] { multiply_rows(x, weight, GemmSizes{rows, inputs, outputs, outputs}, out); });
 }
 
 // Unpack blocks of a GGUF type to one byte per value. Returns whether the type is known.
@@ -201,7 +201,7 @@ void quire_pack_int8(int64_t format, const uint8_t* levels, int64_t middle, cons
 int64_t quire_read_int8_rows(int64_t format, const uint8_t* panels, const int64_t* places, float* out, int64_t count,
                              int64_t inputs, int64_t outputs) {
     bool has_all = false;
-    guarded([&] { has_all = read_int8_rows(format, panels, places, Product{count, inputs, outputs, inputs}, out); });
+    guarded([&] { has_all = read_int8_rows(format, panels, places, GemmSizes{count, inputs, outputs, inputs}, out); });
     return has_all;
 }
 
@@ -278,7 +278,7 @@ int64_t quire_choose_by_head(int64_t format, const float* states, int64_t inputs
     guarded([&] {
         static thread_local std::vector<float> logits;
         logits.resize(std::max<size_t>(logits.size(), samples * size));
-        multiply(states, weight, bias, Product{samples, inputs, size, size}, logits.data());
+        multiply(states, weight, bias, GemmSizes{samples, inputs, size, size}, logits.data());
         choose_tokens(logits.data(), samples, size, *by, {rows, lengths, num_prompt}, tokens);
     });
     return true;

@@ -1,6 +1,6 @@
 // Mamba layers (the first Mamba), see kernels/selective.py. Each channel of a run is computed token by token, so the
-// result does not depend on how a prompt is cut into chunks. Registers hold one element of the states of LANES channels:
-// a state [channels, state size] is transposed when a run begins, and back when a segment ends.
+// result does not depend on how a prompt is cut into chunks. Registers hold one element of the states of LANES
+// channels: a state [channels, state size] is transposed when a run begins, and back when a segment ends.
 #pragma once
 
 #include "recurrent.h"

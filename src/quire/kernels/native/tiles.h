@@ -9,7 +9,7 @@
 // So quantized weights of 4 or 8 bits stay quantized in memory, a quarter or half of the bytes to read.
 #pragma once
 
-#include "product.h"
+#include "gemm.h"
 
 namespace {
 
@@ -22,7 +22,7 @@ constexpr int64_t tile_bytes(Format format) {
     return LINES * line_bytes(format) + (format == PLAIN ? 0 : SCALE_BYTES);
 }
 
-inline int64_t tiles_of(const Product& product) { return product.inputs / TILE_INPUTS; }
-inline int64_t pairs_of(const Product& product) { return (product.outputs + PAIR_OUTPUTS - 1) / PAIR_OUTPUTS; }
+inline int64_t tiles_of(const GemmSizes& sizes) { return sizes.inputs / TILE_INPUTS; }
+inline int64_t pairs_of(const GemmSizes& sizes) { return (sizes.outputs + PAIR_OUTPUTS - 1) / PAIR_OUTPUTS; }
 
 }  // namespace

@@ -34,7 +34,10 @@ def gated_delta(
     query, key = (_unit(each, sizes).repeat_interleave(shared, dim=1) for each in (query, key))
     query, value = query * sizes.key_dim**-0.5, value.view(tokens, sizes.value_heads, -1)
     strength, pace = ba.float().chunk(2, dim=1)
-    strength, decay = strength.sigmoid(), weights.rate * F.softplus(pace + weights.bias)  # [tokens, heads]
+    strength, decay = (
+        weights.most * strength.sigmoid(),
+        weights.rate * F.softplus(pace + weights.bias),
+    )  # [tokens, heads]
     read = torch.zeros(tokens, sizes.value_heads, sizes.value_dim, device=mixed.device)
     runs = find_runs(segments)
     singles = single_tokens(runs, mixed.device)

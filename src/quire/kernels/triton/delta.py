@@ -22,7 +22,7 @@ from quire.kernels.triton.recurrent_runs import is_long, log_decay, run_end
 @triton.jit
 def _delta_kernel(
     mixed_ptr, z_ptr, gates_ptr, rate_ptr, bias_ptr, norm_ptr, state_ptr, spans_ptr, slots_ptr, out_ptr, z_stride,
-    state_stride, num_segments, eps, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    state_stride, num_segments, eps, most, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """The delta rule over one run, token by token, for one value head; the state matrix stays in registers. SHORT: skip
@@ -53,7 +53,7 @@ def _delta_kernel(
                 value = tl.load(value_at + token * CHANNELS, mask=has_value, other=0.0).to(tl.float32)
                 query *= tl.rsqrt(tl.sum(query * query) + 1e-6) * (KEY_DIM**-0.5)
                 key *= tl.rsqrt(tl.sum(key * key) + 1e-6)
-                strength = tl.sigmoid(tl.load(gates_ptr + token * 2 * HEADS + head).to(tl.float32))
+                strength = most * tl.sigmoid(tl.load(gates_ptr + token * 2 * HEADS + head).to(tl.float32))
                 pace = tl.load(gates_ptr + token * 2 * HEADS + HEADS + head).to(tl.float32)
                 matrix *= tl.exp(log_decay(pace, rate, bias))
                 change = (value - tl.sum(matrix * key[:, None], 0)) * strength
@@ -94,7 +94,7 @@ def delta_segments(
     read = out if not has_chunks else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     _delta_kernel[(len(spans), sizes.value_heads)](
         mixed, z, gates, weights.rate, weights.bias, weights.norm, state, spans, slots, read, z.stride(0),
-        state.stride(0), len(spans), weights.eps, KEY_HEADS=sizes.key_heads, HEADS=sizes.value_heads,
+        state.stride(0), len(spans), weights.eps, weights.most, KEY_HEADS=sizes.key_heads, HEADS=sizes.value_heads,
         KEY_DIM=sizes.key_dim, VALUE_DIM=sizes.value_dim, KEYS=keys, VALUES=values, SHORT=has_chunks,
         num_warps=max(1, min(8, keys * values // 2048)), num_stages=1,
     )  # fmt: skip

@@ -70,8 +70,8 @@ def _chunk(query, key, value, decay, strength, matrix, ROWS: tl.constexpr, PRECI
 @triton.jit
 def _chunks_kernel(
     mixed_ptr, gates_ptr, rate_ptr, bias_ptr, state_ptr, spans_ptr, slots_ptr, read_ptr, state_stride, num_segments,
-    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    most, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The chunked delta rule over one long run, for a block of value columns of one head."""
     start, head = tl.program_id(0), tl.program_id(1)
@@ -102,7 +102,7 @@ def _chunks_kernel(
                 value = tl.load(value_at[None, :] + at, mask=is_value, other=0.0).to(tl.float32)
                 gate_at = gates_ptr + token * 2 * HEADS + head
                 strength = tl.load(gate_at, mask=there, other=0.0).to(tl.float32)
-                strength = tl.where(there, tl.sigmoid(strength), 0.0)
+                strength = tl.where(there, most * tl.sigmoid(strength), 0.0)
                 pace = tl.load(gate_at + HEADS, mask=there, other=0.0).to(tl.float32)
                 decay = tl.where(there, log_decay(pace, rate, bias), 0.0)
                 query = _unit_rows(query) * (KEY_DIM**-0.5)
@@ -140,7 +140,7 @@ def delta_chunks(
     precision = "tf32x3" if mixed.dtype == torch.float32 else "tf32"  # for 16-bit inputs, tf32 has enough precision
     rows = next((rows for rows in _CHUNKS if rows * keys * _BYTES <= room), _CHUNKS[-1])
     _chunks_kernel[(len(spans), sizes.value_heads, triton.cdiv(sizes.value_dim, at_once))](
-        mixed, gates, weights.rate, weights.bias, state, spans, slots, read, state.stride(0), len(spans),
+        mixed, gates, weights.rate, weights.bias, state, spans, slots, read, state.stride(0), len(spans), weights.most,
         KEY_HEADS=sizes.key_heads, HEADS=sizes.value_heads, KEY_DIM=sizes.key_dim, VALUE_DIM=sizes.value_dim,
         KEYS=keys, VALUES=at_once, ROWS=rows, PRECISION=precision, num_warps=4, num_stages=1,
     )  # fmt: skip

@@ -17,11 +17,11 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 
+_NORM = ("norm.weight", "o_norm.weight")  # its name, and that in checkpoints with separate matrices
+
 
 class DeltaRule(WeightLayer):
     """Convolution, delta rule and gated norm of one layer. Side effect: updates the layer's states in the step."""
-
-    parts = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
 
     def __init__(
         self, recurrent: Recurrent, splits: RecurrentSplits, place: int, eps: float, placement: Placement
@@ -32,6 +32,10 @@ class DeltaRule(WeightLayer):
         self._channels = concat_splits(splits.keys, splits.keys, splits.values)  # of the convolution
         self._sizes = RecurrentSizes(*heads, *dims, recurrent.width)
         self._place, self._eps, self._dtype = place, eps, placement.dtype
+        self._most = recurrent.most_strength
+        each = {"q_conv1d.weight": splits.keys, "k_conv1d.weight": splits.keys, "v_conv1d.weight": splits.values}
+        self._convolved = each if recurrent.separate else {"conv1d.weight": self._channels}
+        self.parts = (*self._convolved, "A_log", "dt_bias", _NORM[recurrent.separate])
         self.convolution = placement.empty(self._sizes.channels, 1, recurrent.width, dtype=torch.float32)
         self.of_heads = placement.empty(2, heads[1], dtype=torch.float32)  # A_log and dt_bias
         self.norm = placement.empty(recurrent.value_dim, dtype=torch.float32)
@@ -57,23 +61,28 @@ class DeltaRule(WeightLayer):
 
     def _split(self, part: str) -> Split | None:
         """Return how ranks share a part, or None if each rank holds all of it."""
-        return {"conv1d.weight": self._channels, "norm.weight": None}.get(part, self._heads)
+        return self._convolved.get(part, None if part in _NORM else self._heads)
 
     def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
         super().randomize(part, generator, dtype)
-        if part == "norm.weight":
+        if part in _NORM:
             self._part(part).add_(1.0)
 
     def finish(self) -> None:
         convolution, (rate, bias) = self.convolution.data.squeeze(1).T.contiguous(), self.of_heads.data.unbind()
-        self._weights = DeltaWeights(convolution, -rate.exp(), bias.contiguous(), self.norm.data, self._eps)
+        self._weights = DeltaWeights(convolution, -rate.exp(), bias.contiguous(), self.norm.data, self._eps, self._most)
         del self.convolution, self.of_heads
 
     def forward(self, qkvz: Value, ba: Value, step: ForwardStep) -> Value:
         """Run the layer on qkvz [tokens, channels + value size] (queries, keys, values, gates) and ba [tokens, 2 *
         value heads] (logits of the update strength, then the inputs of the decay). Returns [tokens, value size]."""
         if isinstance(qkvz, Symbol):
+            if self._most != 1.0:  # which the compiled operation does not have
+                return qkvz.writer.call(self._run, (qkvz, ba), self._sizes.value_size)
             return qkvz.writer.delta(qkvz, ba, self._place, self._sizes, self.weights)
+        return self._run(qkvz, ba, step)
+
+    def _run(self, qkvz: Tensor, ba: Tensor, step: ForwardStep) -> Tensor:
         assert step.states is not None, "a step without states"
         state, sizes, weights = step.states.layers[self._place], self._sizes, self.weights
         if step.backend.kernels == "triton":
@@ -96,9 +105,13 @@ class DeltaRule(WeightLayer):
         return delta_segments(mixed, qkvz, ba, self.weights, *memory, has_chunks=states.has_chunks)
 
     def _part(self, part: str) -> Tensor:
-        if part == "conv1d.weight":
-            return self.convolution.data
-        return self.norm.data if part == "norm.weight" else self.of_heads.data[int(part == "dt_bias")]
+        if part in self._convolved:
+            begin = 0
+            for name, split in self._convolved.items():
+                if name == part:
+                    return self.convolution.data[begin : begin + split.count]
+                begin += split.count
+        return self.norm.data if part in _NORM else self.of_heads.data[int(part == "dt_bias")]
 
 
 class GatedDeltaNet(nn.Module):

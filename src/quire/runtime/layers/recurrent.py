@@ -39,7 +39,7 @@ class RecurrentLayers:
     def delta_net(self, hidden: int, sizes: Recurrent, place: int, eps: float) -> GatedDeltaNet:
         in_proj, gate_proj = self._delta_linears(hidden, sizes)
         each = self._splits.recurrent(sizes)
-        out_proj = self._row_linear("out_proj", each.values, hidden, bias=False)
+        out_proj = self._row_linear("o_proj" if sizes.separate else "out_proj", each.values, hidden, bias=False)
         return GatedDeltaNet(in_proj, gate_proj, DeltaRule(sizes, each, place, eps, self._placement), out_proj)
 
     def mamba(self, hidden: int, sizes: Recurrent, place: int, eps: float) -> MambaMixer:
@@ -91,6 +91,13 @@ class RecurrentLayers:
         never quantized."""
         each, shared = self._splits.recurrent(sizes), sizes.value_heads // sizes.key_heads
         keys, values, heads, groups = each.keys, each.values, each.value_heads, each.groups
+        if sizes.separate:
+            wide = {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values}
+            in_proj, narrow = (
+                Linear(hidden, wide, False, self._gemm, self._placement),
+                {"b_proj": heads, "a_proj": heads},
+            )
+            return in_proj, Router(hidden, narrow, False, self._table_gemm, self._placement)
         if not sizes.joined:
             wide = {"in_proj_qkv": concat_splits(keys, keys, values), "in_proj_z": values}
             in_proj = Linear(hidden, wide, False, self._gemm, self._placement)

@@ -112,6 +112,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "olmo": Entry("layer_normed", "OLMO", ("OlmoForCausalLM",), in_gguf=True),
     "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",), in_gguf=True),
     "olmo3": Entry("olmo", "OLMO3", ("Olmo3ForCausalLM",)),
+    "olmo_hybrid": Entry("olmo_hybrid", "OLMO_HYBRID", ("OlmoHybridForCausalLM",)),
     "exaone4": Entry("olmo", "EXAONE4", ("Exaone4ForCausalLM",), in_gguf=True),
     "glm": Entry("glm", "GLM", ("GlmForCausalLM",)),
     "glm4": Entry("glm", "GLM4", ("Glm4ForCausalLM",), in_gguf=True),
@@ -149,6 +150,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
         "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)
     ),
     "opt": Entry("opt", "OPT", ("OPTForCausalLM",)),
+    "xglm": Entry("xglm", "XGLM", ("XGLMForCausalLM",)),
     "gpt_neox": Entry("gpt_neox", "GPT_NEOX", ("GPTNeoXForCausalLM",), in_gguf=True, gguf_name="gptneox"),
     "bloom": Entry("bloom", "BLOOM", ("BloomForCausalLM",), in_gguf=True),
     "mpt": Entry("mpt", "MPT", ("MptForCausalLM", "MPTForCausalLM")),

@@ -18,9 +18,8 @@ def error_body(path: str, error: ApiError) -> bytes:
     if path.startswith("/api/"):
         return _encode({"error": str(error)})
     if path in _TGI_PATHS:
-        return _encode(
-            {"error": str(error), "error_type": "overloaded" if error.status in (429, 503) else "validation"}
-        )
+        kind = "overloaded" if error.status in (429, 503) else "generation" if error.status >= 500 else "validation"
+        return _encode({"error": str(error), "error_type": kind})
     return error.body()
 
 

@@ -47,6 +47,7 @@ FAMILY_SIZES: dict[str, dict[str, int]] = {  # that follow from them, or from th
     "granitemoehybrid": {"shared_intermediate_size": 64},
     "nemotron_h-moe": {"moe_shared_expert_intermediate_size": 64},
     "nemotron_h-latents": {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 64},
+    "xglm": {"d_model": 256, "ffn_dim": 256},
     "opt": {"word_embed_proj_dim": 256, "ffn_dim": 256},
     "glm4v": {"hidden_size": 64}, "glm4v_moe": {"hidden_size": 64}, "qwen2_vl": {"hidden_size": 64},
     "qwen2_5_vl": {"hidden_size": 64}, "qwen3_vl": {"hidden_size": 64}, "qwen3_vl_moe": {"hidden_size": 64},

@@ -15,7 +15,7 @@ constexpr int64_t PANELS_IN_TURN = 4;      // adjacent panels that a thread take
 constexpr int64_t TURN_BYTES = 1 << 20;    // bytes of a weight that a thread reads per turn with one row
 
 // The sizes of a gemm.
-struct Product {
+struct GemmSizes {
     int64_t rows, inputs, outputs, out_stride;  // out_stride: elements from one row of the result to the next
     bool is_large() const { return rows * inputs * outputs > 65536; }  // takes microseconds: worth several threads
 

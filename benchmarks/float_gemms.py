@@ -1,4 +1,4 @@
-"""Compares float32 gemms on a CPU with torch.mm, which is MKL's or oneDNN's: python -m benchmarks.float_products
+"""Compares float32 gemms on a CPU with torch.mm, which is MKL's or oneDNN's: python -m benchmarks.float_gemms
     [--shapes smollm2,1.5b] [--rows 1,8,64,512] [--threads 2] [--repeats 9] [--clock wall] [--json PATH]
 
 Every distinct gemm of a layer runs with weights in Quire's panels and with torch.mm on the plain weight, interleaved.
@@ -37,7 +37,7 @@ def measure(weight: Tensor, rows: int, repeats: int, clock: Callable[[], float])
     }
     error = (work["quire"]() - work["torch"]()).abs().max().item() / inputs**0.5
     if not error < LARGEST_ERROR:
-        raise ArithmeticError(f"{rows} rows times a weight of {outputs} x {inputs}: products differ by {error}")
+        raise ArithmeticError(f"{rows} rows times a weight of {outputs} x {inputs}: results differ by {error}")
     times = max(1, round(FLOATS_OF_A_TURN / (rows * outputs * inputs)))
     found: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(repeats):
@@ -49,9 +49,9 @@ def measure(weight: Tensor, rows: int, repeats: int, clock: Callable[[], float])
     return found
 
 
-def products_of_layer(shape: Shape) -> list[tuple[int, int]]:
+def gemms_of_layer(shape: Shape) -> list[tuple[int, int]]:
     """Return the (outputs, inputs) of each distinct gemm of a layer."""
-    return list(dict.fromkeys(shape.products()[:-1]))
+    return list(dict.fromkeys(shape.gemms()[:-1]))
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     where, rows, data = facts(), [], {}
     for name in options.shapes.split(","):
-        for outputs, inputs in products_of_layer(SHAPES[name]):
+        for outputs, inputs in gemms_of_layer(SHAPES[name]):
             weight = torch.randn(outputs, inputs)
             for count in map(int, options.rows.split(",")):
                 found = data[f"{name} {outputs}x{inputs} {count}"] = measure(weight, count, options.repeats, clock)
@@ -69,7 +69,7 @@ def main() -> None:
                 speeds = [f"{median(found[each]):.1f}" for each in ("quire", "torch")]
                 rows.append([f"{name}, {outputs} x {inputs}", count, *speeds, f"{ratio:.2f}x"])
     unit = "of CPU time" if options.clock == "cpu" else "of wall time"
-    title = f"products of float32 rows, {options.threads} threads, seconds {unit}, {options.repeats} turns"
+    title = f"gemms of float32 rows, {options.threads} threads, seconds {unit}, {options.repeats} turns"
     publish(title, ["weight", "rows", "quire GFLOP/s", "torch GFLOP/s", "ratio"], rows, where)
     save(options.json, title, where, data)
 
@@ -77,7 +77,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="smollm2,1.5b", help=f"with commas, of {', '.join(SHAPES)}")
-    parser.add_argument("--rows", default="1,8,64,512", help="rows of a product, with commas")
+    parser.add_argument("--rows", default="1,8,64,512", help="rows of a gemm, with commas")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
