@@ -44,7 +44,7 @@ class Cached:
             table.free()
         match = self.tree.match("", self.tokens, len(self.blocks) * SIZE)
         assert match.num_blocks == len(self.blocks)
-        self.hit = Hit(cut_back(self.tree, match), 0, 0, match, self.pool.version)
+        self.hit = Hit(cut_back(self.tree, match), 0, 0, match, self.pool.version, match.num_tokens)
 
     def lose(self, place: int, kind: str) -> None:
         """What eviction does."""

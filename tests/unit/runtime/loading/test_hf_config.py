@@ -149,7 +149,7 @@ def test_linear_and_dynamic_rope_have_a_factor(tmp_path: Path, kind: str) -> Non
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "architecture": (
         {"architectures": ["Zamba2ForCausalLM"]},
-        "Zamba2ForCausalLM is not supported; supported are MambaForCausalLM, .* and others; docs/reference/models.md",
+        "Zamba2ForCausalLM is not supported; supported are Mamba2ForCausalLM, .* and others; docs/reference/models.md",
     ),
     "model type": ({"architectures": None, "model_type": "zamba2"}, "model_type: 'zamba2' is not supported"),
     "no architecture": ({"architectures": []}, "must name one architecture"),
