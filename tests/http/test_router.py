@@ -402,7 +402,7 @@ async def talk(port: int, data: bytes) -> bytes:
         (b"GET http://elsewhere/ HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", 400, "path"),
         (b"GET /router/x HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", 404, "/router/status"),
         (b"GET /x HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n", 421, "host"),
-        (b"POST /x HTTP/1.1\r\nhost: localhost\r\norigin: http://evil\r\ncontent-length: 0\r\nconnection: close\r\n\r\n",
+        (b"POST /x HTTP/1.1\r\nhost: localhost\r\norigin: http://e\r\ncontent-length: 0\r\nconnection: close\r\n\r\n",
          403, "origin"),
         (b"POST /admin/drain HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\nconnection: close\r\n\r\n",
          400, "x-replica"),
