@@ -16,7 +16,7 @@ SAME_KERNELS = {
     "apertus": "qwen3",
     "arcee": "nemotron",
     "bamba": "granitemoehybrid",
-    "bitnet": "arcee",
+    "bitnet": "nemotron",
     "codegen": "phi",
     "cohere": "cohere2",
     "cwm": "mixtral",

@@ -25,6 +25,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 4,
 }  # fmt: skip
 CHOOSES_ALL = {"index_topk": SETTINGS["max_model_len"]}
+STORED_APART = ("olmo_hybrid",)  # transformers holds as one tensor what its files have as three
 Answer = list[tuple[int, dict[int, float]]]
 
 
@@ -60,7 +61,7 @@ def test_new_weights_answer_as_an_engine_that_was_started_from_them(case: Family
     new = retrained(case.name, tmp_path, case.changes)
     assert case.model is not None  # its files are there
     sent: list[Iterable[tuple[str, Tensor]]] = [load_file(new.directory / "model.safetensors").items()]
-    if case.name.partition("-")[0] not in PACKED:
+    if case.name.partition("-")[0] not in (*PACKED, *STORED_APART):
         sent.append(new.model.state_dict().items())
     with LLM(str(new.directory), **SETTINGS) as fresh:
         wanted = answers(fresh, case)
