@@ -181,11 +181,8 @@ def _experts(experts: Experts, index: int, size: int, *, whole: bool) -> Experts
 
 def _recurrent(recurrent: Recurrent, index: int, size: int) -> Recurrent:
     if recurrent.kind == "rg_lru":
-        own, block = (
-            share_heads(recurrent.blocks, recurrent.blocks, index, size),
-            recurrent.value_heads // recurrent.blocks,
-        )
-        return replace(recurrent, value_heads=len(own.kv) * block, blocks=len(own.kv))
+        blocks = len(share_heads(recurrent.blocks, recurrent.blocks, index, size).kv)
+        return replace(recurrent, value_heads=blocks * recurrent.value_heads // recurrent.blocks, blocks=blocks)
     if recurrent.kind in ("convolution", "selective"):
         return replace(recurrent, value_heads=len(share_size(recurrent.value_heads, index, size)))
     share = share_heads(recurrent.value_heads, recurrent.key_heads, index, size)

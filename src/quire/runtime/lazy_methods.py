@@ -1,8 +1,7 @@
 """Makes the import of modules with many dataclasses faster, in the processes of the command line and the server.
 
 `dataclass` writes the source of about six methods for a class, and compiles each of them when the class is declared.
-That is a third of the time in which an edge is imported, and most of the methods are never called. Imports little
-itself.
+Most of these methods are never called. Imports little itself.
 """
 
 from __future__ import annotations
