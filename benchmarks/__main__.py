@@ -101,6 +101,7 @@ GPU_BENCHMARKS: dict[str, str] = {
     "gpu.w8a8": "gemms of int8 and float8 rows by weights of 8 bits, beside the library's",
     "gpu.low_rank": "the gemms of LoRA adapters in a decode step, alone and in whole blocks",
     "gpu.profile_step": "where the time of a decode step, or of reading prompts, goes",
+    "gpu.profile_row": "where the time of a whole row of gpu goes",
 }
 
 

@@ -10,20 +10,18 @@ which an engine with one rank does not do: this shows the cost of these launches
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from array import array
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.gpu import floor
+from benchmarks.gpu.device_profile import profiled, show
 from benchmarks.gpu.models import MODELS, find_model
 from benchmarks.gpu.workloads import Workload
 from quire.config.arguments import EngineArguments
@@ -39,8 +37,6 @@ from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import TransferReport
-
-DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class TimedExecutor:
@@ -154,29 +150,6 @@ def one_rank() -> Ranks:
     return replace(ALONE, tensor=TorchGroup([0], "nccl", 60.0))
 
 
-def busy_share(events: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the seconds in which the device was busy, and the seconds from its first to its last activity."""
-    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
-    busy, end = 0.0, spans[0][0]
-    for begin, stop in spans:
-        busy += max(0.0, stop - max(begin, end))
-        end = max(end, stop)
-    return busy * 1e-6, (end - spans[0][0]) * 1e-6
-
-
-def traced(work: Callable[[], int], keep: Path | None) -> tuple[list[dict[str, Any]], int]:
-    """Return the device events of `work`, and its number of steps."""
-    kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds) as profile:
-        steps = work()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = keep or Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return [event for event in events if event.get("cat") in DEVICE_WORK], steps
-
-
 def least_seconds(options: argparse.Namespace, steps: int) -> float:
     """Return the floor of a step in seconds."""
     model, precision = find_model(options.model), floor.Precision.of(options.quantization, options.kv_cache_dtype)
@@ -223,18 +196,12 @@ def main() -> None:
         f"host: {(wall - timed.waiting) / steps * 1e6:.0f} us a step at work, "
         f"{timed.launching / steps * 1e6:.0f} us of them launching; {timed.waiting / steps * 1e6:.0f} us waiting"
     )
-    events, steps = traced(work, options.trace)
+    counted: list[int] = []
+    events = profiled(lambda: counted.append(work()), options.trace)
     if not events:
         print("the profiler saw no device work")
         return
-    busy, span = busy_share(events)
-    print(f"device: busy {100 * busy / span:.1f} % of {span / steps * 1e6:.0f} us, {len(events) / steps:.0f} launches")
-    times: defaultdict[str, list[float]] = defaultdict(list)
-    for event in events:
-        times[event["name"]].append(event["dur"])
-    for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[: options.top]:
-        share = sum(each) * 1e-6 / busy
-        print(f"  {100 * share:5.1f} %  {sum(each) / steps:8.1f} us a step  {len(each) / steps:6.1f} x  {name[:90]}")
+    show(events, options.top, steps=counted[0])
     core.close()
 
 

@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import floor, workloads
+from benchmarks.gpu.device_profile import DeviceEvent, busy_parts
 from benchmarks.gpu.models import MODELS, BenchModel, find_model
-from benchmarks.gpu.profile_step import busy_share
 from quire.runtime.loading.hf.config import hf_model_config
 
 TINY = BenchModel(
@@ -135,5 +135,7 @@ def test_a_bench_runs_requests_and_says_how_far_they_are_from_the_floor(
 
 
 def test_overlapping_work_keeps_the_device_busy_once() -> None:
-    events = [{"ts": 0, "dur": 10}, {"ts": 5, "dur": 10}, {"ts": 25, "dur": 5}]
-    assert busy_share(events) == pytest.approx((20e-6, 30e-6))
+    begun = 1_795_123_646_681_481_361  # nanoseconds since 1970, as the profiler counts: more digits than a float holds
+    spans = [(0, 10), (5, 15), (25, 30)]
+    events = [DeviceEvent("kernel", begun + begin, begun + end) for begin, end in spans]
+    assert busy_parts(events, 3) == [1.0, 0.5, 0.5]
