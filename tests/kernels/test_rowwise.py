@@ -13,6 +13,7 @@ from quire.kernels.reference import activation as reference_activation
 from quire.kernels.reference import elementwise, embedding, norm, quantize
 from quire.kernels.triton.activation import activate_rows, gate
 from quire.kernels.triton.embedding import embed, embed_newest, take_newest
+from quire.kernels.triton.launch import row_block
 from quire.kernels.triton.layer_norm import layer_norm
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.quantize import quantize_rows
@@ -221,3 +222,12 @@ def test_or_from_vectors_that_are_known_already(dtype: torch.dtype) -> None:
     take_newest(rows, lengths, vectors, out, positions)
     torch.testing.assert_close(out, kept, rtol=0, atol=0)
     assert positions.tolist() == [6, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("size", [1, 256, 300, 576, 1024, 3072, 4096, 5120, 11008, 14336, 17408, 18944, 28672, 53248])
+def test_blocks_of_a_row_lose_few_lanes(size: int) -> None:
+    block, warps = row_block(size)
+    assert block == 256 * warps <= 4096
+    blocks = -(-size // block)
+    assert blocks <= 16
+    assert blocks * block - size < max(256, size * 0.1)

@@ -8,32 +8,48 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import (
+    COMPILED,
     SMALL,
     await_inputs,
     check,
     check_rows,
     larger,
-    largest,
+    load_chunk,
     power_of_two,
-    to_small,
-    warps_for,
+    row_block,
 )
+from quire.kernels.triton.quantize import store_quantized
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu2": 4}  # of MLPs whose gate is not fused into a gemm
 _BLOCK = 1024
-_MOST_AT_ONCE = 16384  # elements of a row held in registers; longer rows are computed twice when quantized
+# 1 / (1 + 2 ** (-x / log(2))) by the approximations of the device, each to the last bit or two of a float32.
+_SIGMOID = tl.constexpr("""{
+    .reg .f32 t;
+    mul.ftz.f32 t, $1, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 t, t;
+    add.ftz.f32 t, t, 0f3F800000;
+    rcp.approx.ftz.f32 $0, t;
+}""")
+
+
+@triton.jit
+def _sigmoid(x):
+    if COMPILED:
+        return tl.inline_asm_elementwise(_SIGMOID, "=f,f", (x,), tl.float32, True, 1)
+    else:  # Triton compiles the code after a return too
+        return tl.sigmoid(x)
 
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
     """Apply the activation with this number in `PLAIN_ACTIVATIONS`, float32 -> float32."""
     if KIND == 0:
-        y = x * tl.sigmoid(x)
+        y = x * _sigmoid(x)
     elif KIND == 1:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == 2:
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 0.5 (1 + tanh z) is sigmoid(2 z)
+        y = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 0.5 (1 + tanh z) is sigmoid(2 z)
     else:
         y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN, here and below
         if KIND == 4:
@@ -46,7 +62,7 @@ def clamped(gate, up, limit, alpha, shift):
     """Apply a clamped silu gate, see Clamp, float32 -> float32."""
     kept = tl.where(gate > limit, limit, gate)
     bounded = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return kept * tl.sigmoid(kept * alpha) * (bounded + shift)
+    return kept * _sigmoid(kept * alpha) * (bounded + shift)
 
 
 @triton.jit
@@ -62,8 +78,7 @@ def _activate_kernel(x_ptr, x_stride, size, KIND: tl.constexpr, BLOCK: tl.conste
 @triton.jit
 def _times(gate, up, KIND: tl.constexpr):
     """Return activation(gate) * up, with the activation rounded to the dtype before the multiplication."""
-    active = activate(gate.to(tl.float32), KIND).to(gate.dtype)
-    return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    return activate(gate.to(tl.float32), KIND).to(gate.dtype) * up
 
 
 @triton.jit
@@ -72,14 +87,6 @@ def _sum_of(x_ptr, change_ptr, column, size):
     x = tl.load(x_ptr + column, mask=column < size, other=0.0)
     change = tl.load(change_ptr + column, mask=column < size, other=0.0)
     return (x.to(tl.float32) + change.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
-def _gated(gate_ptr, up_ptr, column, size, KIND: tl.constexpr):
-    """Return activation(gate) * up at some columns in the dtype of the input, zero past the end."""
-    gate = tl.load(gate_ptr + column, mask=column < size, other=0.0)
-    up = tl.load(up_ptr + column, mask=column < size, other=0.0)
-    return _times(gate, up, KIND)
 
 
 @triton.jit
@@ -98,37 +105,28 @@ def _gate_kernel(
         up = _sum_of(gate_ptr + size, change + size, column, size)
         y = _times(gate, up, KIND)
     else:
-        y = _gated(gate_ptr, gate_ptr + size, column, size, KIND)
+        gate = tl.load(gate_ptr + column, mask=column < size, other=0.0)
+        y = _times(gate, tl.load(gate_ptr + size + column, mask=column < size, other=0.0), KIND)
     tl.store(out_ptr + row * out_stride + column, y, mask=column < size)
 
 
 @triton.jit
 def _gate_quantized_kernel(
-    x_ptr, out_ptr, scale_ptr, x_stride, out_stride, size,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr, x_stride, out_stride,
+    KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Gated activation quantized with a scale per row. One program per row: all at once if it fits, else two passes,
-    the first of which finds the largest magnitude."""
+    """Gated activation quantized with a scale per row. One program per row, which it holds in registers."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
     await_inputs(DEPENDENT)
-    gate_ptr, out_row = x_ptr + row * x_stride, out_ptr + row * out_stride
-    if AT_ONCE:
-        y = _gated(gate_ptr, gate_ptr + size, column, size, KIND)
-        small, scale = to_small(y.to(tl.float32), largest(y.to(tl.float32)), out_ptr.dtype.element_ty)
-        tl.store(out_row + column, small, mask=column < size)
-        tl.store(scale_ptr + row, scale)
-    else:
-        most = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, size, BLOCK):
-            y = _gated(gate_ptr, gate_ptr + size, start + column, size, KIND)
-            most = larger(most, y.to(tl.float32))
-        amax = largest(most)
-        for start in range(0, size, BLOCK):
-            y = _gated(gate_ptr, gate_ptr + size, start + column, size, KIND)
-            small, scale = to_small(y.to(tl.float32), amax, out_ptr.dtype.element_ty)
-            tl.store(out_row + start + column, small, mask=start + column < size)
-            tl.store(scale_ptr + row, scale)
+    gate_ptr = x_ptr + row * x_stride
+    most = tl.zeros((BLOCK,), x_ptr.dtype.element_ty)
+    values = ()  # type: tuple[tl.tensor, ...]
+    for start in tl.static_range(0, SIZE, BLOCK):
+        gate = load_chunk(gate_ptr, start, SIZE, BLOCK)
+        y = _times(gate, load_chunk(gate_ptr + SIZE, start, SIZE, BLOCK), KIND)
+        most = larger(most, y)
+        values += (y,)
+    store_quantized(values, most, out_ptr + row * out_stride, scale_ptr + row, SIZE, BLOCK)
 
 
 def activate_rows(x: Tensor, activation: str) -> None:
@@ -167,11 +165,11 @@ def gate(
     if rows == 0:
         return out
     if quantized:
-        block = min(power_of_two(size), _MOST_AT_ONCE)
+        block, warps = row_block(size)
         _gate_quantized_kernel[(rows,)](
-            gate_up, out, scale, gate_up.stride(0), out.stride(0), size,
-            KIND=kind, BLOCK=block, AT_ONCE=block >= size, DEPENDENT=dependent,
-            num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
+            gate_up, out, scale, gate_up.stride(0), out.stride(0),
+            KIND=kind, SIZE=size, BLOCK=block, DEPENDENT=dependent,
+            num_warps=warps, num_stages=1, launch_pdl=dependent,
         )  # fmt: skip
         return out
     block = min(power_of_two(size), _BLOCK)

@@ -12,40 +12,55 @@ from quire.kernels.triton.launch import (
     await_inputs,
     check,
     check_rows,
-    largest,
-    power_of_two,
-    to_small,
-    warps_for,
+    larger,
+    load_chunk,
+    row_block,
+    store_chunk,
 )
+from quire.kernels.triton.quantize import store_quantized
 
 MOST_COLUMNS = 16384  # a row is held in the registers of one program
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr,
-    x_stride, residual_stride, out_stride, size, eps,
-    HAS_RESIDUAL: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, residual_stride, out_stride, eps,
+    HAS_RESIDUAL: tl.constexpr, QUANTIZED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per row, which it holds in registers."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < size
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    weights = ()  # type: tuple[tl.tensor, ...]
+    values = ()  # type: tuple[tl.tensor, ...]
+    square = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        weights += (load_chunk(weight_ptr, start, SIZE, BLOCK),)
     await_inputs(DEPENDENT)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    out_row, residual_row = out_ptr + row * out_stride, residual_ptr
     if HAS_RESIDUAL:
-        at = residual_ptr + row * residual_stride + column
-        x = (x.to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
-        tl.store(at, x, mask=inside)
-    wide = x.to(tl.float32)
-    normal = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
-    y = (normal.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+        residual_row += row * residual_stride
+    for start in tl.static_range(0, SIZE, BLOCK):
+        x = load_chunk(x_ptr + row * x_stride, start, SIZE, BLOCK)
+        if HAS_RESIDUAL:
+            before = load_chunk(residual_row, start, SIZE, BLOCK)
+            x = (x.to(tl.float32) + before.to(tl.float32)).to(x.dtype)
+            store_chunk(residual_row, start, x, SIZE, BLOCK)
+        square += x.to(tl.float32) * x.to(tl.float32)
+        values += (x,)
+    inverse = tl.rsqrt(tl.sum(square) / SIZE + eps)
+    most = tl.zeros((BLOCK,), x_ptr.dtype.element_ty)
+    normal = ()  # type: tuple[tl.tensor, ...]
+    for start in tl.static_range(0, SIZE, BLOCK):
+        x = values[start // BLOCK]
+        rounded = (x.to(tl.float32) * inverse).to(x.dtype)
+        y = (rounded * weights[start // BLOCK]).to(rounded.dtype)
+        if QUANTIZED:
+            most = larger(most, y)
+            normal += (y,)
+        else:
+            store_chunk(out_row, start, y, SIZE, BLOCK)
     if QUANTIZED:
-        wide = y.to(tl.float32)
-        y, scale = to_small(wide, largest(wide), out_ptr.dtype.element_ty)
-        tl.store(scale_ptr + row, scale)
-    tl.store(out_ptr + row * out_stride + column, y, mask=inside)
+        store_quantized(normal, most, out_row, scale_ptr + row, SIZE, BLOCK)
 
 
 def rms_norm(
@@ -98,11 +113,11 @@ def _launch(
     check(quantized == (scale is not None), "a float8 or int8 out and a scale come together")
     if rows == 0:
         return out
-    block = power_of_two(size)
+    block, warps = row_block(size)
     _rms_norm_kernel[(rows,)](
         x, residual, weight, out, scale,
-        x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), size, eps,
-        HAS_RESIDUAL=residual is not None, QUANTIZED=quantized, BLOCK=block, DEPENDENT=dependent,
-        num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
+        x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), eps,
+        HAS_RESIDUAL=residual is not None, QUANTIZED=quantized, SIZE=size, BLOCK=block, DEPENDENT=dependent,
+        num_warps=warps, num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
     return out

@@ -16,41 +16,38 @@ from quire.kernels.triton.launch import (
     check_rows,
     larger,
     largest,
-    power_of_two,
+    load_chunk,
+    row_block,
+    scale_of,
+    store_chunk,
     to_small,
-    warps_for,
 )
 
-_MOST_AT_ONCE = 16384  # elements of a row held in registers; longer rows are read twice
+
+@triton.jit
+def store_quantized(values, most, out_ptr, scale_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantize and store a row, given as a tuple of blocks with their largest magnitudes, and its scale."""
+    amax = largest(most)
+    for i in tl.static_range(len(values)):
+        small = to_small(values[i].to(tl.float32), amax, out_ptr.dtype.element_ty)
+        store_chunk(out_ptr, i * BLOCK, small, SIZE, BLOCK)
+    tl.store(scale_ptr, scale_of(amax, out_ptr.dtype.element_ty))
 
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, out_ptr, scale_ptr, x_stride, out_stride, size,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr, x_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip
-    """One program per row: in one pass if the row fits in registers, else a pass for the largest magnitude first."""
+    """One program per row, which it holds in registers."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
     await_inputs(DEPENDENT)
-    if WHOLE:
-        inside = column < size
-        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        y, scale = to_small(x, largest(x), out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row * out_stride + column, y, mask=inside)
-        tl.store(scale_ptr + row, scale)
-    else:
-        most = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, size, BLOCK):
-            x = tl.load(x_ptr + row * x_stride + start + column, mask=start + column < size, other=0.0)
-            most = larger(most, x.to(tl.float32))
-        amax = largest(most)
-        for start in range(0, size, BLOCK):
-            inside = start + column < size
-            x = tl.load(x_ptr + row * x_stride + start + column, mask=inside, other=0.0)
-            y, scale = to_small(x.to(tl.float32), amax, out_ptr.dtype.element_ty)
-            tl.store(out_ptr + row * out_stride + start + column, y, mask=inside)
-            tl.store(scale_ptr + row, scale)
+    most = tl.zeros((BLOCK,), x_ptr.dtype.element_ty)
+    values = ()  # type: tuple[tl.tensor, ...]
+    for start in tl.static_range(0, SIZE, BLOCK):
+        x = load_chunk(x_ptr + row * x_stride, start, SIZE, BLOCK)
+        most = larger(most, x)
+        values += (x,)
+    store_quantized(values, most, out_ptr + row * out_stride, scale_ptr + row, SIZE, BLOCK)
 
 
 def quantize_rows(
@@ -73,10 +70,9 @@ def quantize_rows(
     check(scale.shape == (rows,) and scale.dtype == torch.float32 and scale.is_contiguous(), "scale: a float32 per row")
     if rows == 0:
         return out, scale
-    block = min(power_of_two(size), _MOST_AT_ONCE)
+    block, warps = row_block(size)
     _quantize_kernel[(rows,)](
-        x, out, scale, x.stride(0), out.stride(0), size,
-        BLOCK=block, WHOLE=size <= block, DEPENDENT=dependent,
-        num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
+        x, out, scale, x.stride(0), out.stride(0), SIZE=size, BLOCK=block, DEPENDENT=dependent,
+        num_warps=warps, num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
     return out, scale
