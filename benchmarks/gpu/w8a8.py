@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.kernel_timing import READ_CEILING, relative_error
+from quire.kernels.cuda.scaled_gemm import scaled_gemm
+from quire.kernels.cuda.scaled_gemm_plan import FEWEST_ROWS, takes_weight
 from quire.kernels.reference.gemm import gemm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.compiling import compiling_only
-from quire.kernels.triton.gemm_scaled_hopper import scaled_gemm
-from quire.kernels.triton.gemm_scaled_hopper_plan import FEWEST_ROWS, takes_weight
 from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
 from quire.kernels.triton.gemm_skinny_plan import MOST_ROWS
 from quire.kernels.triton.gemm_trials import Layer
@@ -51,13 +51,13 @@ def ways(layer: Layer, x: ScaledRows, workspace: Workspace, residual: Tensor | N
 
     def by_kernel(kernel: Callable[..., Tensor], weight: ScaledRows) -> Tensor:
         return kernel(
-            x.numbers, weight.numbers, workspace, x_scale=x.scale, weight_scale=weight.scale, residual=residual,
+            x.numbers, weight.numbers, x_scale=x.scale, weight_scale=weight.scale, residual=residual,
             activation=layer.activation, out=out, dependent=True,
         )  # fmt: skip
 
     found: Ways = {"library": by_library}
     if len(x.numbers) <= MOST_ROWS:
-        found["skinny"] = partial(by_kernel, skinny_gemm)
+        found["skinny"] = partial(by_kernel, partial(skinny_gemm, workspace=workspace))
     if len(x.numbers) >= FEWEST_ROWS:
         found["hopper"] = partial(by_kernel, scaled_gemm)
     return found

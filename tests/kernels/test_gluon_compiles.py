@@ -7,10 +7,7 @@ import torch
 
 from compile_only import COMPILE_ONLY
 from quire.kernels.attention_rule import AttentionRule
-from quire.kernels.triton import gemm_scaled_hopper
 from quire.kernels.triton.attention_hopper import hopper_prefill
-from quire.kernels.triton.gemm_scaled_hopper_plan import HopperTiling
-from quire.kernels.triton.gemm_skinny import Workspace
 
 pytestmark = pytest.mark.skipif(not COMPILE_ONLY, reason="only where kernels are compiled for an H200")
 
@@ -29,16 +26,3 @@ def test_attention_of_prompts(rule: AttentionRule, dim: int) -> None:
     cache, query = torch.zeros(4, 2, 16, dim, dtype=torch.bfloat16), torch.zeros(8, 4, dim, dtype=torch.bfloat16)
     tables, tiles = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int32)
     hopper_prefill(query, cache, cache, tables, tiles, rule, query, dependent=True)
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", None])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_scaled_gemm(dtype: torch.dtype, activation: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_scaled_hopper, "takes_weight", lambda weight: True)  # asks the GPU that holds the weight
-    x, scale = torch.zeros(128, 256, dtype=dtype), torch.ones(128)
-    outputs, parts = (128, 1) if activation is None else (64, 2)
-    out = torch.zeros(128, outputs, dtype=torch.bfloat16)
-    gemm_scaled_hopper.scaled_gemm(
-        x, x, Workspace.make(torch.device("cpu")), x_scale=scale, weight_scale=scale, bias=scale, residual=out,
-        activation=activation, out=out, tiling=HopperTiling(64, 64, splits=2, stages=3, parts=parts), dependent=True,
-    )  # fmt: skip

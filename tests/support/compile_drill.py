@@ -18,12 +18,10 @@ from triton.runtime.jit import JITFunction
 
 from h200 import H200
 from quire.kernels.attention_rule import AttentionRule
-from quire.kernels.triton import compiling, gemm_scaled_hopper, norm
+from quire.kernels.triton import compiling, norm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.attention_hopper import hopper_prefill
 from quire.kernels.triton.compiling import compiling_only, stop_background
-from quire.kernels.triton.gemm_scaled_hopper_plan import HopperTiling
-from quire.kernels.triton.gemm_skinny import Workspace
 from quire.kernels.triton.norm import rms_norm
 
 
@@ -39,20 +37,6 @@ def prompts(dim: int) -> None:
     cache, query = torch.zeros(4, 2, 16, dim, dtype=torch.bfloat16), torch.zeros(8, 4, dim, dtype=torch.bfloat16)
     tables, tiles = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int32)
     hopper_prefill(query, cache, cache, tables, tiles, AttentionRule(0.125, window=9), query, dependent=True)
-
-
-def scaled_products() -> None:
-    """The products that are written in Gluon, with all that they take along."""
-    gemm_scaled_hopper.takes_weight = lambda weight: True  # it lies on no GPU
-    workspace, scale = Workspace.make(torch.device("cpu")), torch.ones(128)
-    for dtype, activation in ((torch.int8, "silu"), (torch.float8_e4m3fn, None)):
-        x = torch.zeros(128, 256, dtype=dtype)
-        outputs, parts = (128, 1) if activation is None else (64, 2)
-        out = torch.zeros(128, outputs, dtype=torch.bfloat16)
-        gemm_scaled_hopper.scaled_gemm(
-            x, x, workspace, x_scale=scale, weight_scale=scale, bias=scale, residual=out, activation=activation,
-            out=out, tiling=HopperTiling(64, 64, splits=2, stages=3, parts=parts), dependent=True,
-        )  # fmt: skip
 
 
 def launch_while_compiling(launch: Any, compiled: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
@@ -116,7 +100,6 @@ def main() -> None:
         step(1, columns=256)
         for dim in (64, 80, 96):
             prompts(dim)
-        scaled_products()
     for future in list(compiling._begun.values()):
         future.result()
     found = {"later": list(later), "ahead": ahead, "again": again, "asked": list(asked)}

@@ -61,8 +61,8 @@ def tune_gemms(
     """Try tilings of every gemm of the model, and save the best for later engines. Returns the path of the file."""
     import triton
 
+    from quire.kernels.cuda.hopper_gemm import runs_on
     from quire.kernels.triton.gemm_skinny import Workspace
-    from quire.kernels.triton.launch import has_gluon
     from quire.kernels.triton.measurement import graph_us
     from quire.kernels.triton.measurement_cases import Sizes
     from quire.kernels.triton.tuning import found_by, run_trial, tune
@@ -72,7 +72,7 @@ def tune_gemms(
     layers = list(dict.fromkeys(layer for each in sizes for layer in each.layers()))
     trials = []
     run = run_trial(device, Workspace.make(device), graph_us)
-    for trial in tune(layers, run, float8=float8, hopper=has_gluon(device)):
+    for trial in tune(layers, run, float8=float8, hopper=runs_on(device)):
         trials.append(trial)
         report(
             {

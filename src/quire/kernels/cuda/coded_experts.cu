@@ -56,10 +56,6 @@ __device__ __forceinline__ void copy_bytes(u32 to, u64 from, int bytes, u32 barr
         :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
 // Multiply two pairs of bfloat16.
 __device__ __forceinline__ u32 times(u32 first, u32 second) {
     u32 out;

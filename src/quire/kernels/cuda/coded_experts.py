@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.clamp import Clamp
-from quire.kernels.cuda.gated_gemm import runs_on
+from quire.kernels.cuda.hopper_gemm import runs_on
 from quire.kernels.cuda.nvrtc import CudaKernel, compile_source
 from quire.kernels.triton.activation import ACTIVATIONS
 from quire.kernels.triton.compiling import is_compiling_only

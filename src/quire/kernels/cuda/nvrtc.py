@@ -16,7 +16,9 @@ import torch
 Argument = ctypes.c_uint64 | ctypes.Structure | ctypes.Array[ctypes.c_uint64]
 _FOLDER = Path(__file__).parent
 _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_TENSOR_MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_TENSOR_MAP_DTYPES = {  # CUtensorMapDataType: bytes are bytes
+    torch.int8: 0, torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9,
+}  # fmt: skip
 _NOT_INTERLEAVED, _SWIZZLE_128_BYTES, _L2_128_BYTES, _ZEROS_OUTSIDE = 0, 3, 2, 0
 _DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -170,8 +172,8 @@ def _driver() -> ctypes.CDLL:
 
 
 class TensorMap(ctypes.Structure):
-    """CUtensorMap: describes TMA copies of boxes of a tensor of 16-bit elements, with rows of 128 bytes, swizzled.
-    Elements outside of the tensor are copied as zeros."""
+    """CUtensorMap: describes TMA copies of boxes of a tensor of elements of 8 or 16 bits, with rows of 128 bytes,
+    swizzled. Elements outside of the tensor are copied as zeros."""
 
     _fields_ = (("words", ctypes.c_uint64 * 16),)
     _align_ = 64  # alignment of its address; ctypes honours it only from Python 3.13 on
@@ -184,9 +186,10 @@ class TensorMap(ctypes.Structure):
         second dimension."""
         memory, number = (ctypes.c_uint8 * (ctypes.sizeof(cls) + cls._align_))(), len(sizes)
         made = cls.from_buffer(memory, -ctypes.addressof(memory) % cls._align_)
+        steps = (ctypes.c_uint64 * (number - 1))(*(dtype.itemsize * stride for stride in strides))
         status = _driver().cuTensorMapEncodeTiled(
             ctypes.byref(made), _TENSOR_MAP_DTYPES[dtype], number, ctypes.c_void_p(address),
-            (ctypes.c_uint64 * number)(*sizes), (ctypes.c_uint64 * (number - 1))(*(2 * stride for stride in strides)),
+            (ctypes.c_uint64 * number)(*sizes), steps,
             (ctypes.c_uint32 * number)(*box), (ctypes.c_uint32 * number)(*[1] * number),
             _NOT_INTERLEAVED, _SWIZZLE_128_BYTES, _L2_128_BYTES, _ZEROS_OUTSIDE,
         )  # fmt: skip

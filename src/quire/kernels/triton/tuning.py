@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.kernels.cuda.hopper_gemm import ALIGNMENT
+from quire.kernels.cuda.scaled_gemm_plan import takes_rows
 from quire.kernels.triton.compiling import compiling_only
-from quire.kernels.triton.gemm_scaled_hopper_plan import MULTIPLE, takes_rows
 from quire.kernels.triton.gemm_skinny import Workspace
 from quire.kernels.triton.gemm_skinny_plan import MOST_ROWS, Found, Shape, Tiling, fits_workspace, rows_held
 from quire.kernels.triton.gemm_trials import BYTES, Kind, Layer, Operands, candidates
@@ -62,11 +63,11 @@ def run_trial(device: torch.device, workspace: Workspace, timer: Timer) -> Run:
 
 def tune(layers: Sequence[Layer], run: Run, *, float8: bool, hopper: bool = False) -> Iterator[Trial]:
     """Yield a trial of every layer with every number of rows. `float8`: with float8 weights except for the head, and
-    float8 activations if there are several rows. `hopper`: the kernels of gemm_scaled_hopper.py run on the
+    float8 activations if there are several rows. `hopper`: the kernel of hopper_gemm.py runs on the
     device; gemms that they support are skipped."""
     for layer in layers:
         is_small = float8 and layer.name != "head"
-        has_hopper_kernel = hopper and layer.inputs % MULTIPLE == layer.weight_rows % MULTIPLE == 0
+        has_hopper_kernel = hopper and layer.inputs % ALIGNMENT == layer.weight_rows % ALIGNMENT == 0
         for rows in FLOAT8_ROWS if is_small else ROWS:
             if is_small and has_hopper_kernel and takes_rows(rows, FLOAT8):
                 continue

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cuda.row_phases import ScaledRowsWeight
+from quire.kernels.cuda.scaled_gemm import scaled_gemm
+from quire.kernels.cuda.scaled_gemm_plan import takes_rows, takes_weight
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
-from quire.kernels.triton.gemm_scaled_hopper_plan import takes_rows, takes_weight
 from quire.kernels.triton.gemm_skinny import Workspace, skinny_gemm
 from quire.kernels.triton.gemm_skinny_plan import own_rows
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
@@ -46,6 +47,7 @@ class ScaledMultiply(FusedMultiply):
         """Return the gemm for a weight on its device, with the kernels that are fastest there."""
         outputs, inputs = weight.numbers.shape
         few, hopper = own_rows(outputs, inputs, "fp8"), takes_weight(weight.numbers)
+        bias = None if bias is None else bias.to(dtype)
         return cls(weight, bias, dtype, workspace, few, dependent_rows, hopper)
 
     @property
@@ -104,12 +106,9 @@ class ScaledMultiply(FusedMultiply):
         if out is None:
             out = torch.empty(len(numbers), outputs, dtype=self.dtype, device=numbers.device)
         if scale is not None and self._is_wide(len(numbers)):
-            from quire.kernels.triton.gemm_scaled_hopper import scaled_gemm  # its language is not in every Triton
-
             return scaled_gemm(
-                numbers, self.weight.numbers, self.workspace,
-                x_scale=scale, weight_scale=self.weight.scale, bias=self.bias, residual=residual,
-                activation=activation, out=out, dependent=self._is_dependent(len(numbers)),
+                numbers, self.weight.numbers, x_scale=scale, weight_scale=self.weight.scale, bias=self.bias,
+                residual=residual, activation=activation, out=out, dependent=self._is_dependent(len(numbers)),
             )  # fmt: skip
         return skinny_gemm(
             numbers, self.weight.numbers, self.workspace,
