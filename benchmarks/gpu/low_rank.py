@@ -1,9 +1,9 @@
 """Times LoRA kernels with many adapters: python -m benchmarks.gpu.low_rank [--rows 64] [--adapters 64]
 
 First the kernels alone, for each linear layer of an 8B model: both launches inside a CUDA graph over cold memory, with
-each configuration of the kernels for few rows and with the kernels for many rows, and the error against plain torch.
-Then the linear layers, norms and gates of whole blocks (without attention), without adapters and with them, as an
-engine computes them. The floor is reading A and B of every adapter once at the peak read bandwidth.
+several configurations, and the error against plain torch. Then the linear layers, norms and gates of whole blocks
+(without attention), without adapters and with them, as an engine computes them. The floor is reading A and B of every
+adapter once at the peak read bandwidth.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,7 @@ from quire.config.engine import DeviceConfig
 from quire.config.model import Heads
 from quire.kernels.reference.lora import add_low_rank
 from quire.kernels.triton.compiling import compiling_only
-from quire.kernels.triton.lora import OutputBlocks, add_gemm_tiles
-from quire.kernels.triton.lora_gemv import GemvConfig, add_gemv_tiles
+from quire.kernels.triton.lora import LoraConfig, OutputBlocks, add_tiles
 from quire.kernels.triton.measurement import graph_us
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.adapters.slots import parts_of
@@ -41,10 +40,10 @@ LAYERS = {
     "down": (14336, (4096,)),
 }  # fmt: skip
 CONFIGS = (
-    GemvConfig(1024, 1024, 64, None),
-    GemvConfig(1024, 1024, 64, 80),
-    GemvConfig(512, 512, 64, 96),
-    GemvConfig(512, 512, 32, 64),
+    LoraConfig(inputs=1024, outputs=1024, numbers=64),
+    LoraConfig(inputs=512, outputs=512, numbers=64),
+    LoraConfig(inputs=512, outputs=512, numbers=32),
+    LoraConfig(inputs=2048, outputs=2048, numbers=128),
 )
 COLD_BYTES = 160 << 20
 NUM_BLOCKS, MODEL_BLOCKS = 4, 32  # blocks that are timed, and blocks of the model
@@ -97,9 +96,9 @@ class Step:
                 ranks = np.full((options.adapters, len(parts)), options.rank, dtype=np.int32)
                 both = torch.from_numpy(ranks).to(device), ranks
                 layer.adapters = StackedAdapters(parts, memory, self.active, both, dependent, side)
-        slots, most = np.arange(options.rows) % options.adapters, tile_rows(options.rows)
-        arrays = (torch.from_numpy(each).to(device) for each in tile_tokens(slots, most))
-        self.tiled = AdaptedRows(tiles=AdapterTiles(most, *arrays))
+        slots = np.arange(options.rows) % options.adapters
+        arrays = (torch.from_numpy(each).to(device) for each in tile_tokens(slots, tile_rows(options.rows)))
+        self.tiled = AdaptedRows(tiles=AdapterTiles(*arrays))
         self.grouped = AdaptedRows(group_slots(slots, device))
         self.x = torch.randn(options.rows, sizes.hidden, device=device).to(build.placement.dtype)
 
@@ -143,34 +142,24 @@ def measure_kernels(name: str, options: argparse.Namespace) -> None:
     ranks = torch.full((options.adapters, len(parts)), rank, dtype=torch.int32, device=cuda)
     size = 2 * options.adapters * rank * (inputs * len(parts) + sum(parts))
     a = [torch.randn(options.adapters, len(parts) * rank, inputs, device=cuda).bfloat16() * 0.01]
-    b = [torch.randn(options.adapters, sum(parts), rank, device=cuda).bfloat16() * 0.01]
+    b = [(torch.randn(options.adapters, rank, sum(parts), device=cuda).bfloat16() * 0.01).transpose(1, 2)]
     for _ in range(-(-COLD_BYTES // size) - 1):
         a.append(a[0].clone())
-        b.append(b[0].clone())
+        b.append(b[0].clone())  # keeps the strides
     x = torch.randn(options.rows, inputs, device=cuda).bfloat16()
     wanted = torch.zeros(options.rows, sum(parts), device=cuda)
     groups = [(slot, torch.from_numpy(np.flatnonzero(slots == slot)).to(cuda)) for slot in range(options.adapters)]
     add_low_rank(wanted, x.float(), a[0].float(), b[0].float(), groups, ranks.tolist(), runs)
     floor = size / READ_CEILING * 1e6
     print(f"{name}: {size / 1e6:.1f} MB, {floor:.1f} us at the ceiling")
-    ways: dict[str, tuple[Callable[..., None], int | None]]
-    ways = {f"few rows, {tuple(config)}": (partial(_add_few, config), config.outputs) for config in CONFIGS}
-    ways["many rows"] = partial(_add_many, tile_rows(options.rows)), None
-    for label, (add, wide) in ways.items():
-        blocks, found = OutputBlocks.of(runs, cuda, wide), torch.zeros_like(wanted, dtype=x.dtype)
-        add(blocks, found, x, a[0], b[0], ranks, order, tiles)
+    for config in CONFIGS:
+        blocks, found = OutputBlocks.of(runs, rank, cuda, config.outputs), torch.zeros_like(wanted, dtype=x.dtype)
+        rows = (ranks, order, tiles, blocks)
+        add_tiles(found, x, a[0], b[0], *rows, config=config)
         error, out = relative_error(found, wanted), torch.randn_like(found)
-        calls = [partial(add, blocks, out, x, *pair, ranks, order, tiles) for pair in zip(a, b, strict=True)]
-        us = graph_us(calls)
-        print(f"  {label:28s} {us:6.2f} us ({100 * floor / us:3.0f} %), err {error:.1e}", flush=True)
-
-
-def _add_few(config: GemvConfig, blocks: OutputBlocks, *given: Any) -> None:
-    add_gemv_tiles(*given, blocks.wide, are_aligned=blocks.are_aligned, config=config, dependent=True)
-
-
-def _add_many(most: int, blocks: OutputBlocks, *given: Any) -> None:
-    add_gemm_tiles(*given, most, blocks, dependent=True)
+        pairs = zip(a, b, strict=True)
+        us = graph_us([partial(add_tiles, out, x, *pair, *rows, config=config, dependent=True) for pair in pairs])
+        print(f"  {tuple(config)!s:28s} {us:6.2f} us ({100 * floor / us:3.0f} %), err {error:.1e}", flush=True)
 
 
 def main() -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-import pytest
 import torch
 
 from benchmarks.gpu.low_rank import Sizes, Step
 from quire.config.model import Heads
-from quire.kernels.triton import lora
 from triton_cases import DEVICE
 
 
-@pytest.mark.parametrize("is_many", [False, True])
-def test_blocks_with_adapters_are_changed_as_by_torch(is_many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "takes_gemm", lambda *_: is_many)
+def test_blocks_with_adapters_are_changed_as_by_torch() -> None:
     options = argparse.Namespace(rows=6, adapters=4, rank=16, blocks=2)
     step = Step(Sizes(64, Heads(2, 1, 32), 96), options, DEVICE, "float32")
     without, wanted, found = (step.run(rows) for rows in (None, step.grouped, step.tiled))

@@ -14,11 +14,13 @@ COMPILE_ONLY = os.environ.get("QUIRE_TEST_COMPILE") == "1"
 
 
 class Compilations:
-    """Replaces launches by compilations, counts them and keeps the first error of a test."""
+    """Replaces launches by compilations, counts them and keeps the first error of a test, and what the kernel that was
+    compiled last under a name needs."""
 
     def __init__(self) -> None:
         self.launches = 0
         self.error: Exception | None = None
+        self.needs: dict[str, Any] = {}  # Triton's metadata by kernel
 
     def install(self) -> None:
         from triton.runtime import driver
@@ -33,7 +35,9 @@ class Compilations:
         def compile_kernel(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
             self.launches += 1
             try:
-                return run(kernel, *arguments, grid=grid, warmup=True, **named)
+                compiled = run(kernel, *arguments, grid=grid, warmup=True, **named)
+                self.needs[kernel.fn.__name__] = compiled.metadata
+                return compiled
             except Exception as error:
                 error.add_note(f"while {kernel.fn.__name__} was compiled for an H200")
                 self.error = self.error or error
@@ -43,6 +47,12 @@ class Compilations:
 
     def begin_test(self) -> None:
         self.launches, self.error = 0, None
+        self.needs.clear()
+
+    def expect(self, is_met: bool, what: str) -> None:
+        """Fail the test unless the condition is met. Assertions cannot: others compare what no kernel has written."""
+        if not is_met:
+            self.error = self.error or AssertionError(what)
 
 
 compilations = Compilations()

@@ -8,9 +8,9 @@ from quire.config.model import ModelConfig
 # Slots pad the rank of an adapter to a multiple of RANK_STEP, in which kernels read it. The CPU's tile units (AMX) read
 # ranks above TILE_RANKS in whole tiles of TILE_RANKS.
 RANK_STEP, TILE_RANKS = 16, 32
-OUTPUT_STEP = 16  # outputs per panel in which the compiled CPU kernels store a layer
+OUTPUT_STEP = 16  # to a multiple of which slots pad the outputs of a layer
 _SPLITS = 8  # split-K of the Triton kernels: at most this many partial sums per row
-MANY_TOKENS = 512  # from this many tokens in a step, the Triton LoRA kernels use large tiles
+MANY_TOKENS = 512  # from this many tokens in a step, LoRA on a GPU takes large tiles, and runs after a layer's gemm
 EXPERT_PLACES = 8_192  # least number of (row, expert) pairs for which the Triton kernels hold partial sums
 
 

@@ -30,8 +30,22 @@ def await_inputs(DEPENDENT: tl.constexpr):
     Must come before the first read of what another kernel writes and before the first write; weights may be read
     earlier. Does nothing unless DEPENDENT, which goes together with `launch_pdl`.
     """
+    await_previous(DEPENDENT)
+    launch_next(DEPENDENT)
+
+
+@triton.jit
+def await_previous(DEPENDENT: tl.constexpr):
+    """Wait for the previous kernel, see `await_inputs`. Every program must, also one that reads nothing: the next
+    kernel waits for this one alone."""
     if DEPENDENT:
         gdc_wait()
+
+
+@triton.jit
+def launch_next(DEPENDENT: tl.constexpr):
+    """Let the next kernel launch as soon as all programs of this one run. It may read weights until this one ends."""
+    if DEPENDENT:
         gdc_launch_dependents()
 
 

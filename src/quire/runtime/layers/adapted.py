@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.config.adapter_memory import MANY_TOKENS, OUTPUT_STEP
 from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.program import Symbol
 from quire.kernels.reference.lora import Runs, add_low_rank
@@ -165,10 +166,10 @@ class StackedAdapters(LinearAdapters):
 
     `memory`: A [slots, parts * max rank, inputs] and B [slots, outputs, max rank], see `slot_tensors`. `ranks`: the
     LoRA rank of each slot and part [slots, parts], on the device and mirrored on the host; 0 if an adapter does not
-    change a part. The owner of the slots copies them to the device. Elements beyond a rank are never read.
+    change a part. The owner of the slots copies them to the device. Elements beyond a rank are never used.
     `dependent_rows`: fewest rows with programmatic dependent launch. `is_seldom`: few adapters change the layer, so
-    Triton kernels read a slot's rank before its B. `side`: runs the Triton kernels concurrently with the layer's gemm;
-    None: before it.
+    Triton kernels read a slot's rank before its A and B. `side`: runs the Triton kernels concurrently with the layer's
+    gemm; None: before it.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class StackedAdapters(LinearAdapters):
         self._is_seldom, self._side = is_seldom, side
         self._blocks: OutputBlocks | None = None  # ranges of outputs for the Triton kernels
         if self.a.is_cuda:
-            self._blocks = _blocks_of(self._outputs, self.a.device)  # must not run during graph capture
+            self._blocks = self._cut_outputs()  # must not run during graph capture
 
     def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         for part, (a, b) in pairs.items():
@@ -209,30 +210,28 @@ class StackedAdapters(LinearAdapters):
             return
         from quire.kernels.triton.lora import add_tiles
 
-        tiles = (rows.tiles.order, rows.tiles.tiles, rows.tiles.most)
         add_tiles(
-            out, x, self.a, self.b, self.ranks, *tiles, self._output_blocks(),
+            out, x, self.a, self.b, self.ranks, rows.tiles.order, rows.tiles.tiles, self._output_blocks(),
             dependent=self._is_dependent(x), is_seldom=self._is_seldom,
         )  # fmt: skip
 
     def multiply(self, multiply: Callable[[], Value], x: Value) -> tuple[Value, Tensor | None]:
         tiles = self.active.rows.tiles
-        if tiles is None:
+        if tiles is None or len(x) >= MANY_TOKENS:
             return super().multiply(multiply, x)
-        from quire.kernels.triton import lora, lora_gemv
+        blocks, results = self._output_blocks(), []
+        if blocks.num_outputs < self.b.shape[1]:  # then some outputs of `change` would stay undefined
+            return super().multiply(multiply, x)
+        from quire.kernels.triton.lora import empty_low, expand, shrink
 
-        blocks, dependent, results = self._output_blocks(), self._is_dependent(x), []
-        is_whole = blocks.num_outputs == self.b.shape[1]  # otherwise some outputs of `change` stay undefined
-        if not is_whole or lora.takes_gemm(tiles.most, len(x), len(self.b)):
-            return super().multiply(multiply, x)
-        low = lora_gemv.empty_low(x, self.a, tiles.order)  # freed only after both branches joined
+        rows, dependent, is_seldom = (self.ranks, tiles.order, tiles.tiles), self._is_dependent(x), self._is_seldom
+        low = empty_low(x, self.a, tiles.order)  # freed only after both branches joined
         change = torch.empty(len(x), blocks.num_outputs, dtype=x.dtype, device=x.device)
 
         def run_change() -> None:
-            lora_gemv.shrink(low, x, self.a, self.b, self.ranks, tiles.order, tiles.tiles, dependent=dependent)
-            lora_gemv.expand(
-                change, low, self.b, self.ranks, tiles.order, tiles.tiles, blocks.wide,
-                are_aligned=blocks.are_aligned, slots=tiles.slots, dependent=dependent,
+            shrink(low, x, self.a, *rows, dependent=dependent, is_seldom=is_seldom)
+            expand(
+                change, low, self.b, *rows, blocks, overwrites=True, dependent=dependent, is_seldom=is_seldom,
             )  # fmt: skip
 
         def run_gemm() -> None:
@@ -246,7 +245,7 @@ class StackedAdapters(LinearAdapters):
         return results[0], change
 
     def join(self, result: Tensor, change: Tensor) -> None:
-        from quire.kernels.triton.lora_gemv import add_change
+        from quire.kernels.triton.lora import add_change
 
         add_change(result, change, dependent=self._is_dependent(result))
 
@@ -255,23 +254,22 @@ class StackedAdapters(LinearAdapters):
 
     def _output_blocks(self) -> OutputBlocks:
         if self._blocks is None:
-            self._blocks = _blocks_of(self._outputs, self.a.device)
+            self._blocks = self._cut_outputs()
         return self._blocks
+
+    def _cut_outputs(self) -> OutputBlocks:
+        from quire.kernels.triton.lora import OutputBlocks
+
+        return OutputBlocks.of(self._outputs, self.b.shape[2], self.a.device)
 
 
 def slot_tensors(
     parts: Sequence[AdaptedPart],
     shape: tuple[int, int, int, int],  # slots, the most rank, inputs, outputs
     placement: Placement,
-    experts: tuple[int, ...] = (),  # (number of experts,), or () for a layer without experts
 ) -> tuple[Tensor, Tensor]:
-    """Allocate zeroed A and B for all slots."""
+    """Allocate zeroed A and B for all slots. The outputs of B are adjacent, as the Triton kernels read them."""
     slots, max_rank, inputs, outputs = shape
     make = partial(torch.zeros, dtype=placement.dtype, device=placement.device)
-    return make(slots, *experts, len(parts) * max_rank, inputs), make(slots, *experts, outputs, max_rank)
-
-
-def _blocks_of(outputs: list[Runs], device: torch.device) -> OutputBlocks:
-    from quire.kernels.triton.lora import OutputBlocks
-
-    return OutputBlocks.of(outputs, device)
+    lines = make(slots, max_rank, -(-outputs // OUTPUT_STEP) * OUTPUT_STEP)
+    return make(slots, len(parts) * max_rank, inputs), lines[:, :, :outputs].transpose(1, 2)

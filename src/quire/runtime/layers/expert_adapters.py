@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from quire.runtime.layers.adapted import (
@@ -16,7 +18,6 @@ from quire.runtime.layers.adapted import (
     NativeAdapters,
     SlotMemory,
     StackedAdapters,
-    slot_tensors,
 )
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.stacked_experts import ExpertLinear
@@ -81,7 +82,10 @@ class StackedExpertAdapters(SlotMemory):
         ranks: tuple[Tensor, npt.NDArray[np.int32]],
     ) -> None:
         super().__init__(parts, shape[2], active)
-        self.a, self.b = slot_tensors(parts, shape, placement, (num_experts,))
+        slots, max_rank, inputs, outputs = shape
+        make = partial(torch.zeros, dtype=placement.dtype, device=placement.device)
+        self.a = make(slots, num_experts, len(parts) * max_rank, inputs)
+        self.b = make(slots, num_experts, outputs, max_rank)
         self.ranks, self.host_ranks = ranks
 
     @property

@@ -63,12 +63,12 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class AdapterTiles:
-    """Rows sorted by their LoRA slot and cut into tiles of one slot each, for the Triton kernels."""
+    """Rows sorted by their LoRA slot and cut into tiles of one slot each, for the Triton kernels. Negative slot: rows
+    without an adapter."""
 
-    most: int  # rows per tile
-    order: Tensor  # [rows], int32: sorted rows with an adapter; the entries after them are undefined
+    order: Tensor  # [rows], int32: the rows, sorted
     tiles: Tensor  # [tiles, 3], int32: slot, first index in `order`, number of rows (0: unused tile)
-    slots: Tensor  # [rows], int32: the slot of each row; negative: no adapter
+    slots: Tensor  # [rows], int32: the slot of each row
 
 
 @dataclass(frozen=True, slots=True)

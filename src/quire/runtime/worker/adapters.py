@@ -28,12 +28,12 @@ from quire.types.adapters import NO_ADAPTER, AdapterPlacement
 from quire.types.errors import InvalidRequest
 from quire.types.step import NewRow
 
-SMALL_TILE, LARGE_TILE = 4, 64  # the largest number of tokens per tile, in small and in large steps
+SMALL_TILE, LARGE_TILE = 16, 64  # the largest number of tokens per tile, in small and in large steps
 
 
 class TileArrays(NamedTuple):
     """The arrays of `AdapterTiles`, on the host. A tile is the unit of work of the Triton LoRA kernels: up to
-    SMALL_TILE or LARGE_TILE tokens of a batch that use the same slot."""
+    SMALL_TILE or LARGE_TILE tokens of a batch that use the same slot, or none."""
 
     order: npt.NDArray[np.int32]  # [rows]
     tiles: npt.NDArray[np.int32]  # [tiles, 3]
@@ -92,23 +92,20 @@ class RowAdapters:
             return None
         if self.slots.kernels != "triton":
             return self._grouped(slots)
-        arrays, most = self.tiles(token_rows)
-        on_device = (to_device(torch.from_numpy(array), self.slots.device) for array in arrays)
-        return AdaptedRows(tiles=AdapterTiles(most, *on_device))
+        on_device = (to_device(torch.from_numpy(array), self.slots.device) for array in self.tiles(token_rows))
+        return AdaptedRows(tiles=AdapterTiles(*on_device))
 
-    def tiles(self, token_rows: Longs, room: int | None = None) -> tuple[TileArrays, int]:
-        """Return the tokens of these rows, grouped into tiles for the Triton kernels, and the maximum number of tokens
-        per tile. With `room`, the arrays are padded for that many tokens."""
+    def tiles(self, token_rows: Longs, room: int | None = None) -> TileArrays:
+        """Return the tokens of these rows, grouped into tiles for the Triton kernels. With `room`, the arrays are
+        padded for that many tokens."""
         slots = self._of_rows[token_rows]
         if room is None:
-            most = tile_rows(len(token_rows))
-            return tile_tokens(slots, most), most
-        most = tile_rows(room)
-        return tile_tokens(slots, most, (room, self.tile_room(room))), most
+            return tile_tokens(slots, tile_rows(len(token_rows)))
+        return tile_tokens(slots, tile_rows(room), (room, self.tile_room(room)))
 
     def tile_room(self, num_tokens: int) -> int:
         """Return the largest number of tiles that a step of `num_tokens` tokens can have."""
-        return min(num_tokens, self._num_slots + num_tokens // tile_rows(num_tokens))
+        return min(num_tokens, self._num_slots + 1 + num_tokens // tile_rows(num_tokens))
 
     def check(self) -> None:
         self.store.check()
@@ -142,20 +139,18 @@ def tile_rows(num_tokens: int) -> int:
 
 def tile_tokens(slots: Longs, most: int, room: tuple[int, int] | None = None) -> TileArrays:
     """Sort tokens by adapter slot (`slots`: that of each token), and cut them into tiles of one slot and at most `most`
-    tokens. With `room` = (tokens, tiles), the arrays are padded to that size."""
-    placed = np.flatnonzero(slots >= 0)
-    order = placed[np.argsort(slots[placed], kind="stable")]
+    tokens. With `room` = (tokens, tiles), the arrays have that size: more tokens without an adapter, and empty
+    tiles."""
+    if room is not None:
+        slots = np.concatenate((slots, np.full(room[0] - len(slots), NO_ADAPTER)))
+    order = np.argsort(slots, kind="stable")
     found = slots[order]
-    starts = np.flatnonzero(np.diff(found, prepend=-1))
+    starts = np.flatnonzero(np.diff(found, prepend=NO_ADAPTER - 1))
     counts = np.diff(starts, append=len(order))
     num = -(-counts // most)  # tiles of each slot
     first = np.repeat(starts, num) + most * (np.arange(int(num.sum())) - np.repeat(np.cumsum(num) - num, num))
     ends = np.repeat(starts + counts, num)
     tiles = np.column_stack((found[first], first, np.minimum(ends - first, most))).astype(np.int32)
-    if room is None:
-        return TileArrays(order.astype(np.int32), tiles, slots.astype(np.int32))
-    rows, num_tiles = room
-    none = np.full(rows, NO_ADAPTER, dtype=np.int32)
-    whole = TileArrays(np.zeros(rows, dtype=np.int32), np.zeros((num_tiles, 3), dtype=np.int32), none)
-    whole.order[: len(order)], whole.tiles[: len(tiles)], whole.slots[: len(slots)] = order, tiles, slots
-    return whole
+    if room is not None:
+        tiles = np.concatenate((tiles, np.zeros((room[1] - len(tiles), 3), dtype=np.int32)))
+    return TileArrays(order.astype(np.int32), tiles, slots.astype(np.int32))

@@ -26,7 +26,7 @@ from quire.runtime.layers.step import (
 )
 from quire.runtime.models.build import Model
 from quire.runtime.transfer import Uploader
-from quire.runtime.worker.adapters import RowAdapters, tile_rows
+from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.batch import tables_of
 from quire.runtime.worker.device_batch import PADDING
 from quire.runtime.worker.device_lists import NOTHING_LISTED
@@ -77,7 +77,7 @@ class GraphAdapters:
         wanted = (rows.tobytes(), bucket, self._adapters.version)
         if wanted == self._written:
             return
-        arrays, _ = self._adapters.tiles(rows.astype(np.int64), bucket)
+        arrays = self._adapters.tiles(rows.astype(np.int64), bucket)
         uploader.upload_into(self._order[:bucket], arrays.order)
         uploader.upload_into(self._tiles[: len(arrays.tiles)], arrays.tiles)
         uploader.upload_into(self._slots[:bucket], arrays.slots)
@@ -85,7 +85,7 @@ class GraphAdapters:
 
     def step(self, bucket: int) -> AdapterStep:
         tiles = self._tiles[: self._adapters.tile_room(bucket)]
-        rows = AdaptedRows(tiles=AdapterTiles(tile_rows(bucket), self._order[:bucket], tiles, self._slots[:bucket]))
+        rows = AdaptedRows(tiles=AdapterTiles(self._order[:bucket], tiles, self._slots[:bucket]))
         return AdapterStep(rows, rows)
 
 

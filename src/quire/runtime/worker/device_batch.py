@@ -188,7 +188,7 @@ class DeviceBatchBuilder:
         places = np.where(token_rows == PADDING, rows.spare, token_rows)  # the spare row is empty
         lengths = rows.lengths[places]
         axes = _NO_AXES if self._images is None else self._images.axes(token_rows, positions, spans, whole=True)
-        adapted, most = self._adapter_tiles(token_rows, shape)
+        adapted = self._adapter_tiles(token_rows, shape)
         where, position, row, length, decode, tile, span, slot, axis, *of_adapters = rows.uploader.upload(
             places * rows.capacity + positions,
             positions,
@@ -223,14 +223,13 @@ class DeviceBatchBuilder:
             ),
             states=self._state_step(span, slot, has_chunks=tiles is not None),
             axes=None if self._images is None else axis,
-            adapters=_all_tokens(AdapterTiles(most, *of_adapters)) if of_adapters else None,
+            adapters=_all_tokens(AdapterTiles(*of_adapters)) if of_adapters else None,
         )
 
-    def _adapter_tiles(self, token_rows: Longs, shape: StepShape | None) -> tuple[TileArrays | tuple[()], int]:
-        """Return the adapter tiles of a padded step's tokens, and the tokens per tile. Empty if no token uses an
-        adapter."""
+    def _adapter_tiles(self, token_rows: Longs, shape: StepShape | None) -> TileArrays | tuple[()]:
+        """Return the adapter tiles of a padded step's tokens. Empty if no token uses an adapter."""
         if self.adapters is None or shape is None or not shape.adapters:
-            return (), 0
+            return ()
         return self.adapters.tiles(token_rows, shape.tokens)
 
     def _adapter_step(self, step: ForwardStep, token_rows: Longs, wanted: Longs) -> AdapterStep:
@@ -238,13 +237,12 @@ class DeviceBatchBuilder:
         do the layers behind the last attention of an unpadded step. A padded step's tiles for all tokens are already on
         the device."""
         assert self.adapters is not None
-        some, fewer = self.adapters.tiles(token_rows[wanted])
+        some = self.adapters.tiles(token_rows[wanted])
         if step.adapters is not None:
             held = self._rows.uploader.upload(*some)
-            return replace(step.adapters, wanted=AdaptedRows(tiles=AdapterTiles(fewer, *held)))
-        all_tokens, most = self.adapters.tiles(token_rows)
-        on_device = self._rows.uploader.upload(*all_tokens, *some)
-        first, second = AdapterTiles(most, *on_device[:3]), AdapterTiles(fewer, *on_device[3:])
+            return replace(step.adapters, wanted=AdaptedRows(tiles=AdapterTiles(*held)))
+        on_device = self._rows.uploader.upload(*self.adapters.tiles(token_rows), *some)
+        first, second = AdapterTiles(*on_device[:3]), AdapterTiles(*on_device[3:])
         return AdapterStep(AdaptedRows(tiles=first), AdaptedRows(tiles=second))
 
     def _state_step(self, spans: Tensor, slots: Tensor, *, has_chunks: bool) -> StateStep | None:
