@@ -1,0 +1,94 @@
+"""Steps whose chunks attend by a kernel that norms and rotates their queries give the tokens and logits of the
+reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from adapter_files import SMALL, make_adapter
+from quire.config.model import QUERY_SCALE, Heads, Rope
+from quire.runtime.worker import forward_graphs
+from quire.types.step import Chunk
+from rotating_prefill import RotatingPrefill
+from tiny_models import (
+    DEVICE,
+    Bench,
+    checkpoint_of,
+    compare_steps,
+    engine_config,
+    family_checkpoint,
+    mix_steps,
+    tiny_config,
+    transformers_model,
+)
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may have the kernel itself")
+SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 32, "heads": Heads(4, 2, 16)}
+PARTIAL = Heads(4, 2, 32)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> RotatingPrefill:
+    monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 0)
+    return RotatingPrefill(monkeypatch)
+
+
+def compare(config: Any) -> None:
+    source = family_checkpoint(config)
+    plain, deferred = (
+        mix_steps(Bench(source, engine_config(max_len=64), attention=kind)) for kind in ("reference", "triton")
+    )
+    compare_steps(deferred, plain, within=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        ("qwen3", {"heads": PARTIAL, "rope": Rope(dim=16)}),
+        ("llama", {"num_layers": 2, "windows": (7, None)}),
+        ("llama", {"num_layers": 2, "kv_layers": (0, 0)}),
+    ],
+    ids=["no norm", "norm", "part of a head", "window", "keys of another layer"],
+)
+def test_queries_of_chunks_are_left_to_their_attention(
+    architecture: str, changes: dict[str, Any], kernel: RotatingPrefill
+) -> None:
+    compare(tiny_config(architecture, **(SIZES | changes)))
+    assert kernel.rotaries
+    assert None not in kernel.rotaries
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"heads": PARTIAL, "rope": Rope(dim=8)},
+        {"rope": Rope(scaling=((QUERY_SCALE, 0.5), ("original_max_position_embeddings", 8)))},
+    ],
+    ids=["few rotated elements", "queries scaled by position"],
+)
+def test_other_queries_are_rotated_before(changes: dict[str, Any], kernel: RotatingPrefill) -> None:
+    compare(tiny_config("llama", **(SIZES | changes)))
+    assert set(kernel.rotaries) == {None}
+
+
+def test_queries_that_a_lora_adapter_changes_are_rotated_before(tmp_path: Path, kernel: RotatingPrefill) -> None:
+    config = tiny_config("qwen3", **SIZES)
+    model = transformers_model(config)
+    folder, source = make_adapter(tmp_path / "one", model, seed=1, rank=4), checkpoint_of(model, config)
+    benches = []
+    for kind in ("reference", "triton"):
+        benches.append(Bench(source, engine_config(max_len=64, adapters=SMALL), attention=kind))
+        benches[-1].put_adapter(0, folder)
+        benches[-1].add(5, [5, 9, 2, 11], adapter=0)
+        benches[-1].run(chunks=[Chunk(5, 0, 4, (5,))])
+    adapted = list(kernel.rotaries)
+    compare_steps(*(mix_steps(bench) for bench in reversed(benches)), within=1e-4)
+    assert set(adapted) == {None}
+    assert None not in kernel.rotaries[len(adapted) :]
