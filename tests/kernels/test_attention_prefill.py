@@ -107,13 +107,14 @@ def test_any_number_of_query_heads_shares_a_key_value_head(query: int, kv: int, 
 
 
 @pytest.mark.skipif(not ON_GPU, reason="its kernel is for Hopper GPUs")
-@pytest.mark.parametrize("lined", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
-    ("query", "kv", "dim", "rotated"),
+    ("query", "kv", "dim", "rotated", "normed", "lined"),
     [
-        (16, 8, 128, 128), (32, 8, 64, 64), (8, 1, 256, 256), (4, 4, 96, 96), (6, 2, 80, 80), (21, 3, 128, 0),
-        (16, 2, 128, 64), (8, 8, 128, 96), (4, 4, 80, 32), (8, 2, 256, 64), (6, 2, 64, 16),
+        (16, 8, 128, 128, True, False), (32, 8, 128, 128, False, True), (32, 8, 64, 64, False, False),
+        (4, 2, 64, 64, True, True), (8, 1, 256, 256, True, False), (4, 4, 96, 96, False, False),
+        (6, 2, 80, 80, True, False), (21, 3, 128, 0, True, False), (16, 2, 128, 64, True, True),
+        (8, 8, 128, 96, False, False), (4, 4, 80, 32, False, True), (8, 2, 256, 64, True, False),
+        (6, 2, 64, 16, False, False),
     ],
 )  # fmt: skip
 def test_queries_that_are_normed_and_rotated_as_they_are_loaded_give_the_same_result(

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from adapter_files import SMALL, make_adapter
 from quire.config.model import QUERY_SCALE, Heads, Rope
-from quire.runtime.worker import forward_graphs
+from quire.kernels.triton.launch import has_gluon
+from quire.runtime.attention import registry
+from quire.runtime.attention.prefill_scratch import ScratchConfig
+from quire.runtime.attention.triton import TritonAttention
+from quire.runtime.worker import forward_graphs, parts
 from quire.types.step import Chunk
 from rotating_prefill import RotatingPrefill
 from tiny_models import (
@@ -27,14 +32,19 @@ from tiny_models import (
     transformers_model,
 )
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may have the kernel itself")
+on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may have the kernel itself")
+on_hopper = pytest.mark.skipif(not has_gluon(torch.device(DEVICE)), reason="the kernel is for Hopper GPUs")
 SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 32, "heads": Heads(4, 2, 16)}
 PARTIAL = Heads(4, 2, 32)
 
 
+@pytest.fixture(autouse=True)
+def capture_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 0)
+
+
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> RotatingPrefill:
-    monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 0)
     return RotatingPrefill(monkeypatch)
 
 
@@ -46,6 +56,7 @@ def compare(config: Any) -> None:
     compare_steps(deferred, plain, within=1e-4)
 
 
+@on_cpu
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
@@ -65,6 +76,7 @@ def test_queries_of_chunks_are_left_to_their_attention(
     assert None not in kernel.rotaries
 
 
+@on_cpu
 @pytest.mark.parametrize(
     "changes",
     [
@@ -78,6 +90,7 @@ def test_other_queries_are_rotated_before(changes: dict[str, Any], kernel: Rotat
     assert set(kernel.rotaries) == {None}
 
 
+@on_cpu
 def test_queries_that_a_lora_adapter_changes_are_rotated_before(tmp_path: Path, kernel: RotatingPrefill) -> None:
     config = tiny_config("qwen3", **SIZES)
     model = transformers_model(config)
@@ -91,3 +104,45 @@ def test_queries_that_a_lora_adapter_changes_are_rotated_before(tmp_path: Path, 
         benches.append(bench)
     compare_steps(*reversed(benches), within=1e-4)
     assert set(kernel.rotaries) == {None}
+
+
+@on_hopper
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8"])
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("qwen3", {"heads": Heads(4, 2, 64)}),
+        ("llama", {"heads": Heads(6, 2, 128)}),
+        ("llama", {"heads": Heads(4, 4, 96)}),
+        ("llama", {"heads": Heads(4, 2, 128), "rope": Rope(dim=64)}),
+        ("qwen3", {"heads": Heads(4, 2, 128), "windows": (None, 7)}),
+        ("llama", {"heads": Heads(4, 2, 64), "kv_layers": (0, 0)}),
+    ],
+    ids=["norm", "no norm", "two slabs", "part of a head", "window", "keys of another layer"],
+)
+def test_the_kernel_for_hopper_gpus_gives_what_queries_rotated_before_give(
+    architecture: str, changes: dict[str, Any], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By graphs, with decodes beside chunks. Chunks over a float8 cache attend over a dequantized copy, where they see
+    more than a window."""
+    from quire.kernels.triton import attention_hopper
+
+    monkeypatch.setattr(registry, "prefill_scratch", lambda *_: ScratchConfig(torch.bfloat16, least_rows=4, page=8))
+    monkeypatch.setattr(parts, "scratch_tokens", lambda *_: 64)
+    launch, rotaries = attention_hopper.hopper_prefill, list[object]()
+
+    def watched(*given: Any, rotary: object = None, **more: Any) -> None:
+        rotaries.append(rotary)
+        launch(*given, rotary=rotary, **more)
+
+    monkeypatch.setattr(attention_hopper, "hopper_prefill", watched)
+    source = family_checkpoint(tiny_config(architecture, **(SIZES | {"num_layers": 2} | changes)))
+    config = engine_config(max_len=64, block_size=16, dtype="bfloat16", kv_dtype=kv_dtype)
+    deferred = mix_steps(Bench(source, config, attention="triton"))
+    assert rotaries
+    assert None not in rotaries
+    monkeypatch.setattr(TritonAttention, "defer_rotary", lambda self, query, cache, plan, *_: plan)
+    rotaries.clear()
+    before = mix_steps(Bench(source, config, attention="triton"))
+    assert set(rotaries) == {None}
+    compare_steps(deferred, before)
