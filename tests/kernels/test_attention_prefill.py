@@ -11,8 +11,15 @@ from attention_cases import DTYPES, FLOAT8, Heads, apart, close, paged, rule_for
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton import attention_prefill
 from quire.kernels.triton.attention_config import PrefillConfig, prefill_config
-from quire.kernels.triton.attention_prefill import PrefillPlan, fits_hopper, lay_out_tiles, paged_prefill
-from triton_cases import DEVICE, ON_GPU
+from quire.kernels.triton.attention_prefill import (
+    PrefillPlan,
+    fits_hopper,
+    lay_out_tiles,
+    paged_prefill,
+    rotates_queries,
+)
+from quire.kernels.triton.rotary import HeadNorms, LayerMemory, QueryRotary, rotate_and_store
+from triton_cases import DEVICE, ON_GPU, rand
 
 Chunks = list[tuple[int, int]]  # position of the first token, tokens
 UNTOUCHED = 7.0
@@ -97,6 +104,70 @@ def test_any_number_of_query_heads_shares_a_key_value_head(query: int, kv: int, 
     heads = Heads(query, kv, dim)
     rule = rule_for(heads, window=200, softcap=5.0, sinks=True, value_scale=1.5)
     check([(0, 300), (150, 77), (513, 140), (64, 1)], heads, 16, dtype, rule, is_apart=True)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="its kernel is for Hopper GPUs")
+@pytest.mark.parametrize(
+    ("query", "kv", "dim", "rotated", "normed", "lined"),
+    [
+        (16, 8, 128, 128, True, False), (32, 8, 128, 128, False, True), (32, 8, 64, 64, False, False),
+        (4, 2, 64, 64, True, True), (8, 1, 256, 256, True, False), (4, 4, 96, 96, False, False),
+        (6, 2, 80, 80, True, False), (21, 3, 128, 0, True, False), (16, 2, 128, 64, True, True),
+        (8, 8, 128, 96, False, False), (4, 4, 80, 32, False, True), (8, 2, 256, 64, True, False),
+        (6, 2, 64, 16, False, False),
+    ],
+)  # fmt: skip
+def test_queries_that_are_normed_and_rotated_as_they_are_loaded_give_the_same_result(
+    query: int, kv: int, dim: int, rotated: int, normed: bool, lined: bool
+) -> None:
+    """The same as of queries that go through `rotate_and_store`: to the last bit, unless heads are normed in parts."""
+    heads, chunks, dtype = Heads(query, kv, dim), [(0, 500), (37, 130), (1000, 77), (0, 1)], torch.bfloat16
+    case, rule = paged([start + count for start, count in chunks], heads, 16, dtype), rule_for(heads, window=400)
+    positions = [*range(2), *(start + i for start, count in chunks for i in range(count)), 0]  # two decodes, padding
+    places = torch.tensor(positions, device=DEVICE)
+    lines = torch.randint(0, 2048, (len(places),)).to(DEVICE) if lined else None
+    table, weights = rand(2048, rotated, dtype=dtype) if rotated else None, rand(2, dim, dtype=dtype, seed=3)
+    rotary = QueryRotary(table, lines, HeadNorms(*weights, 1e-6) if normed else None)
+    raw = rand(len(places), query + 2 * kv, dim, dtype=dtype)[:, :query]
+    before, cache = raw.flatten(1), (case.key_cache, case.value_cache)
+    rotate_and_store(
+        before, table, places, torch.zeros_like(places, dtype=torch.int32), case.tables, LayerMemory(*cache),
+        rotary.norms, angles=lines, stores=False,
+    )  # fmt: skip
+    plan = plan_for(chunks, heads, first=2, spare=3)
+    assert rotates_queries(raw, *cache, plan, rule, rotary)
+    wanted, found = (torch.full_like(before, UNTOUCHED).view(raw.shape) for _ in range(2))
+    paged_prefill(before.view(raw.shape), *cache, case.tables, plan, rule, out=wanted)
+    paged_prefill(raw, *cache, case.tables, plan, rule, out=found, rotary=rotary)
+    assert (found[[0, 1, -1]] == UNTOUCHED).all()
+    if normed and (dim in (80, 96) or 0 < rotated < dim):  # squares are added in another order
+        close(found, wanted)
+    else:
+        assert torch.equal(found, wanted)
+
+
+def test_queries_are_rotated_by_the_kernel_for_hopper_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of that many elements a head, with norms before the rotation, and over an unquantized cache."""
+    heads, cache = Heads(4, 2, 64), torch.zeros(2, 2, 16, 64, dtype=torch.bfloat16, device=DEVICE)
+    query, norms = cache[0, 0, :4][None], HeadNorms(cache[0, 0, 0], cache[0, 0, 0], 1e-6)
+    plan, scales = PrefillPlan(PrefillConfig(128, 64, 4, 2), torch.zeros(1, 8)), (cache, cache)
+
+    def rotates(rotated: int, norms: HeadNorms | None = None, *, scaled: bool = False, **features: object) -> bool:
+        table = torch.zeros(8, rotated, device=DEVICE) if rotated else None
+        rotary, rule = QueryRotary(table, None, norms), rule_for(heads, **features)
+        return rotates_queries(query, cache, cache, plan, rule, rotary, scales if scaled else None)
+
+    if not ON_GPU:
+        assert not rotates(64)
+        with pytest.raises(ValueError, match="only the kernel for Hopper GPUs rotates queries"):
+            paged_prefill(query, cache, cache, cache, plan, rule_for(heads), rotary=QueryRotary(None, None, None))
+    monkeypatch.setattr(attention_prefill, "has_gluon", lambda _: True)
+    assert [rotated for rotated in range(0, 66, 2) if rotates(rotated)] == [0, 16, 32, 48, 64]
+    assert rotates(64, norms)
+    assert rotates(64, window=9, softcap=2.0)
+    assert not rotates(64, norms._replace(is_last=True))
+    assert not rotates(64, scaled=True)
+    assert not rotates(64, slopes=torch.zeros(4))
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,37 @@ def test_queries_alone_are_rotated_and_leave_the_cache_as_it_is(rotated: int) ->
     assert bool((caches == 1).all())
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 2), (9, 3), (16, 8), (3, 0)])
+@pytest.mark.parametrize("lengths", [[], [0, 0], [7, 0, 0, 0], [0, 3, 0, 0, 9]])
+def test_queries_of_tokens_that_are_no_decodes_stay(lengths: list[int], queries: int, keys: int, normed: bool) -> None:
+    """Groups of heads of one program may hold queries and keys, or queries alone. Keys and values are stored anyway."""
+    heads, positions, rows = queries + 2 * keys, *_step(4)
+    qkv, weights = rand(5, heads * 64), rand(2, 64, seed=3)
+    norms = HeadNorms(*weights, 1e-6) if normed else None
+    found, decodes = [], torch.tensor(lengths, dtype=torch.int64, device=DEVICE)
+    for given in (None, decodes):
+        rotated, cache = qkv.clone(), torch.zeros(2, 8, max(keys, 1), 4, 64, device=DEVICE)
+        rotate_and_store(
+            rotated, _table(64), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*cache), norms=norms,
+            stores=keys > 0, decodes=given,
+        )  # fmt: skip
+        found.append((rotated, cache))
+    (whole, stored), (some, also_stored) = found
+    for token in range(5):
+        is_decode = token < len(lengths) and lengths[token] > 0
+        assert torch.equal(some[token], (whole if is_decode else qkv)[token])
+    assert torch.equal(stored, also_stored)
+    assert bool(stored.any()) == (keys > 0)
+
+
+def test_a_change_of_queries_that_stay_is_refused() -> None:
+    qkv, (positions, rows) = rand(5, 4 * 64), _step(4)
+    memory, nothing = LayerMemory(*torch.zeros(2, 8, 1, 4, 64, device=DEVICE)), positions[:0]
+    with pytest.raises(ValueError, match="a change is added to all queries"):
+        rotate_and_store(qkv, None, positions, rows, BLOCKS.to(DEVICE), memory, change=qkv, decodes=nothing)
+
+
 def test_queries_go_to_a_buffer_of_their_own_and_keys_stay() -> None:
     qkv = rand(5, 4 * 64)
     caches = torch.zeros(2, 8, 1, 4, 64, device=DEVICE)

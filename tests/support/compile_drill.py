@@ -23,6 +23,7 @@ from quire.kernels.triton.activation import gate
 from quire.kernels.triton.attention_hopper import hopper_prefill
 from quire.kernels.triton.compiling import compiling_only, stop_background
 from quire.kernels.triton.norm import rms_norm
+from quire.kernels.triton.rotary import HeadNorms, QueryRotary
 
 
 def step(rows: int, columns: int = 64) -> None:
@@ -36,7 +37,10 @@ def prompts(dim: int) -> None:
     """The attention of prompts that is written in Gluon, over a cache of 4 blocks."""
     cache, query = torch.zeros(4, 2, 16, dim, dtype=torch.bfloat16), torch.zeros(8, 4, dim, dtype=torch.bfloat16)
     tables, tiles = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int32)
-    hopper_prefill(query, cache, cache, tables, tiles, AttentionRule(0.125, window=9), query, dependent=True)
+    norms = HeadNorms(query[0, 0], query[0, 1], 1e-6) if dim == 64 else None  # an argument of nested tuples
+    rotary = QueryRotary(torch.zeros(16, dim, dtype=torch.bfloat16), None, norms)
+    rule = AttentionRule(0.125, window=9)
+    hopper_prefill(query, cache, cache, tables, tiles, rule, query, rotary=rotary, dependent=True)
 
 
 def launch_while_compiling(launch: Any, compiled: list[tuple[str, bool]]) -> list[tuple[str, bool]]:

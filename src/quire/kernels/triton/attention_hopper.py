@@ -14,6 +14,8 @@ take less code (TMA fills them in), but the work and shared memory of 128 column
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,7 +39,9 @@ from quire.kernels.triton.attention_hopper_load import (
     load_cache,
     tile_of,
 )
+from quire.kernels.triton.attention_hopper_query import packed_rows, take_queries, take_rotated_queries
 from quire.kernels.triton.launch import num_processors
+from quire.kernels.triton.rotary import QueryRotary
 
 _LAYOUTS = {width: gl.NVMMASharedLayout(2 * width, 16, 2) for width in (16, 32, 64)}  # by the width of a TMA box row
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -53,9 +57,11 @@ def hopper_prefill(
     rule: AttentionRule,
     out: Tensor,
     *,
+    rotary: QueryRotary | None = None,
     dependent: bool,
 ) -> None:
-    """Prefill attention as `paged_prefill`, for the inputs that `fits_hopper` accepts."""
+    """Prefill attention as `paged_prefill`, for the inputs that `fits_hopper` accepts, and those of `rotary` that
+    `rotates_queries` accepts."""
     _, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
     block_n = 64 if dim > 128 else 128
@@ -63,14 +69,23 @@ def hopper_prefill(
     keys, more_keys = _rows_of(key_cache, page)
     values, more_values = _rows_of(value_cache, page)
     _hopper_prefill[(min(items, num_processors(query.device)),)](
-        query, out, keys, values, more_keys, more_values, tables, tiles,
+        query, _loaded_with(query, rotary), out, keys, values, more_keys, more_values, tables, tiles,
         query if rule.sinks is None else rule.sinks, items, query.stride(0), out.stride(0), tables.stride(0),
         key_cache.stride(0) // dim, block_size, rule.factor, rule.softcap or 1.0, rule.window or 0, rule.value_scale,
         GROUP=query_heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_SIZE=block_size,
         BLOCK_N=block_n, STAGES=2, SINKS=rule.sinks is not None, CAPPED=rule.softcap is not None,
-        WINDOWED=0 if rule.window is None else CHUNKS if rule.is_chunked else 1, DEPENDENT=dependent, num_warps=4,
+        WINDOWED=0 if rule.window is None else CHUNKS if rule.is_chunked else 1,
+        ROTATED=0 if rotary is None else rotary.num_rotated // 2, DEPENDENT=dependent, num_warps=4,
         launch_pdl=dependent,
     )  # fmt: skip
+
+
+def _loaded_with(query: Tensor, rotary: QueryRotary | None) -> tuple[Any, ...]:
+    """Return the argument `rotary` of `take_rotated_queries`; empty if queries are loaded as they are."""
+    if rotary is None or (rotary.table is None and rotary.norms is None):
+        return ()
+    norm = () if rotary.norms is None else (rotary.norms.query, rotary.norms.eps)
+    return query if rotary.table is None else rotary.table, norm, () if rotary.lines is None else (rotary.lines,)
 
 
 def _rows_of(cache: Tensor, page: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
@@ -112,30 +127,6 @@ def _weigh(
 
 
 @gluon.jit
-def _rows(
-    pointer, stride, begin, count, first, head, column, ROWS: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr,
-    LAYOUT: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """Return the addresses of WIDTH columns of packed rows first .. first + ROWS, and a mask of the rows that exist."""
-    packed = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    places = (begin + packed // GROUP).to(gl.int64) * stride + (head * GROUP + packed % GROUP) * DIM
-    return pointer + places[:, None] + columns[None, :], (packed < count * GROUP)[:, None]
-
-
-@gluon.jit
-def _take_queries(
-    memory, query, stride, begin, count, first, head, COLUMN: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
-    """Copy a slab of packed query rows from `first` on to shared memory; rows that do not exist become zeros."""
-    ROWS: gl.constexpr = memory.shape[0]
-    WIDTH: gl.constexpr = memory.shape[1]
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    places, real = _rows(query, stride, begin, count, first, head, COLUMN, ROWS, DIM, GROUP, LOADS, WIDTH)
-    memory.store(gl.load(places, mask=real, other=0.0))
-
-
-@gluon.jit
 def _write(
     acc, top, total, out, stride, sinks, begin, count, first, head, value_scale, COLUMN: gl.constexpr,
     DIM: gl.constexpr, GROUP: gl.constexpr, SINKS: gl.constexpr,
@@ -156,16 +147,16 @@ def _write(
         total = total * gl.exp2(top - higher) + gl.exp2(sink - higher)
     total = gl.where(total == 0.0, 1.0, total)  # a padding row may have seen no keys
     answer = gl.convert_layout((acc / total[:, None]).to(out.dtype.element_ty), LOADS)
-    places, real = _rows(out, stride, begin, count, first, head, COLUMN, ROWS, DIM, GROUP, LOADS, WIDTH)
+    places, real = packed_rows(out, stride, begin, count, first, head, COLUMN, ROWS, DIM, GROUP, LOADS, WIDTH)
     gl.store(places, answer, mask=real)
 
 
 @gluon.jit
 def _multiply(
-    HALF: gl.constexpr, query, out, sinks, tiles, items, programs, query_stride, out_stride, factor, cap, window,
-    value_scale, q_memory, k_memory, v_memory, k_full, k_empty, v_full, v_empty, BLOCK_N: gl.constexpr,
+    HALF: gl.constexpr, query, rotary, out, sinks, tiles, items, programs, query_stride, out_stride, factor, cap,
+    window, value_scale, q_memory, k_memory, v_memory, k_full, k_empty, v_full, v_empty, BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
-    SINKS: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
+    SINKS: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
     """The code of one compute warp group: half of the rows of each of this program's items."""
     ROWS: gl.constexpr = BLOCK_M // 2
@@ -180,8 +171,13 @@ def _multiply(
             if count > 0:
                 lowest, highest, begin_at = key_range(start, count, first_row, window, GROUP, PAGE, WINDOWED)
                 first_row += HALF * ROWS
-                for i in gl.static_range(len(q_mine)):
-                    _take_queries(q_mine[i], query, query_stride, begin, count, first_row, head, 64 * i, DIM, GROUP)
+                if len(rotary) == 0:
+                    for i in gl.static_range(len(q_mine)):
+                        take_queries(q_mine[i], query, query_stride, begin, count, first_row, head, 64 * i, DIM, GROUP)
+                else:
+                    take_rotated_queries(
+                        q_mine, query, query_stride, begin, start, count, first_row, head, rotary, ROTATED, DIM, GROUP
+                    )
                 fence_async_shared()
                 acc, top, total, done = _attend(
                     done, q_mine, start, first_row, begin_at, lowest, highest, factor, cap, window, k_memory, v_memory,
@@ -298,10 +294,10 @@ def _faded(acc, fade):
 
 @gluon.jit
 def _hopper_prefill(
-    query, out, keys, values, more_keys, more_values, tables, tiles, sinks, items, query_stride, out_stride,
+    query, rotary, out, keys, values, more_keys, more_values, tables, tiles, sinks, items, query_stride, out_stride,
     table_stride, page_rows, head_rows, factor, cap, window, value_scale, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
     DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr,
-    CAPPED: gl.constexpr, WINDOWED: gl.constexpr, DEPENDENT: gl.constexpr,
+    CAPPED: gl.constexpr, WINDOWED: gl.constexpr, ROTATED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Prefill attention. An item is a tile of packed query rows with one kv head; programs are persistent and take
     several items in turn."""
@@ -330,12 +326,12 @@ def _hopper_prefill(
         gdc_launch_dependents()
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), query, out, sinks, tiles, items, programs, query_stride, out_stride, factor,
-                         cap, window, value_scale, q_memory, k_memory, v_memory, k_full, k_empty, v_full, v_empty,
-                         BLOCK_N, PAGE, DIM, STAGES, GROUP, KV_HEADS, SINKS, CAPPED, WINDOWED)),
-            (_multiply, (gl.constexpr(1), query, out, sinks, tiles, items, programs, query_stride, out_stride, factor,
-                         cap, window, value_scale, q_memory, k_memory, v_memory, k_full, k_empty, v_full, v_empty,
-                         BLOCK_N, PAGE, DIM, STAGES, GROUP, KV_HEADS, SINKS, CAPPED, WINDOWED)),
+            (_multiply, (gl.constexpr(0), query, rotary, out, sinks, tiles, items, programs, query_stride, out_stride,
+                         factor, cap, window, value_scale, q_memory, k_memory, v_memory, k_full, k_empty, v_full,
+                         v_empty, BLOCK_N, PAGE, DIM, STAGES, GROUP, KV_HEADS, SINKS, CAPPED, WINDOWED, ROTATED)),
+            (_multiply, (gl.constexpr(1), query, rotary, out, sinks, tiles, items, programs, query_stride, out_stride,
+                         factor, cap, window, value_scale, q_memory, k_memory, v_memory, k_full, k_empty, v_full,
+                         v_empty, BLOCK_N, PAGE, DIM, STAGES, GROUP, KV_HEADS, SINKS, CAPPED, WINDOWED, ROTATED)),
             (load_cache, (key_slabs, value_slabs, tables, tiles, items, programs, table_stride, page_rows, head_rows,
                           window, k_pages, v_pages, k_full, k_empty, v_full, v_empty, v_last, BLOCK_N, PAGE, DIM,
                           BLOCK_SIZE, STAGES, GROUP, KV_HEADS, WINDOWED)),

@@ -29,9 +29,11 @@ from quire.kernels.triton.attention_scaled import (
 )
 from quire.kernels.triton.attention_split import base_of
 from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, add_bias, block_ids, fold, slots, squash, take_in
-from quire.kernels.triton.launch import await_inputs, has_gluon, power_of_two
+from quire.kernels.triton.launch import await_inputs, check, has_gluon, power_of_two
+from quire.kernels.triton.rotary import QueryRotary
 
 HOPPER_DIMS = (64, 80, 96, 128, 256)  # head sizes that the Hopper kernel supports
+ROTATED_UNIT = 16  # the Hopper kernel rotates queries if a multiple of so many elements of a head are rotated
 TILE_NUMBERS = 8  # first token of the chunk in the batch, its position, its tokens, table row, first packed row, unused
 
 
@@ -75,6 +77,7 @@ def paged_prefill(
     *,
     out: Tensor | None = None,  # [tokens, query heads, dim]
     scales: CacheScales | None = None,  # of a quantized cache
+    rotary: QueryRotary | None = None,  # what the queries have yet to go through; only where `rotates_queries`
     dependent: bool = False,
 ) -> Tensor:
     """Return causal attention of the plan's chunks over all their cached keys, including their own, which must be
@@ -90,11 +93,12 @@ def paged_prefill(
     _, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
     config = plan.config
-    if scales is None and rule.slopes is None and fits_hopper(query, key_cache, value_cache, config.block_m):
+    if _runs_on_hopper(query, key_cache, value_cache, plan, rule, scales):
         from quire.kernels.triton.attention_hopper import hopper_prefill  # Gluon is not in every Triton
 
-        hopper_prefill(query, key_cache, value_cache, tables, plan.tiles, rule, out, dependent=dependent)
+        hopper_prefill(query, key_cache, value_cache, tables, plan.tiles, rule, out, rotary=rotary, dependent=dependent)
         return out
+    check(rotary is None, "only the kernel for Hopper GPUs rotates queries")
     _prefill[(plan.tiles.shape[0] * kv_heads,)](
         query, out, key_cache, value_cache, key_scales, value_scales, tables, plan.tiles, rule.sinks, rule.slopes,
         query.stride(0), out.stride(0), tables.stride(0), rule.factor, rule.softcap, rule.window, rule.value_scale,
@@ -106,6 +110,24 @@ def paged_prefill(
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers, launch_pdl=dependent,
     )  # fmt: skip
     return out
+
+
+def rotates_queries(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: PrefillPlan, rule: AttentionRule, rotary: QueryRotary,
+    scales: CacheScales | None = None,
+) -> bool:  # fmt: skip
+    """Whether `paged_prefill` can norm and rotate queries as it loads them: norms first, and a number of rotated
+    elements that allows wide loads of either half."""
+    is_supported = rotary.num_rotated % ROTATED_UNIT == 0 and (rotary.norms is None or not rotary.norms.is_last)
+    return is_supported and _runs_on_hopper(query, key_cache, value_cache, plan, rule, scales)
+
+
+def _runs_on_hopper(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: PrefillPlan, rule: AttentionRule,
+    scales: CacheScales | None,
+) -> bool:  # fmt: skip
+    plain = scales is None and rule.slopes is None
+    return plain and fits_hopper(query, key_cache, value_cache, plan.config.block_m)
 
 
 def fits_hopper(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_m: int) -> bool:

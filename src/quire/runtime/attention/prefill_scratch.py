@@ -12,8 +12,9 @@ from torch import Tensor
 from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton.attention_config import PrefillConfig
-from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
+from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill, rotates_queries
 from quire.kernels.triton.cache_dequantize import PAGE_NUMBERS, dequantize_pages, lay_out_pages
+from quire.kernels.triton.rotary import QueryRotary
 from quire.runtime.attention.backend import LayerCache
 
 Spans = npt.NDArray[np.int64]  # [chunks, 4]: first token in the batch, its position, tokens, row
@@ -81,14 +82,18 @@ class PrefillScratch:
 
     def attend(
         self, query: Tensor, cache: LayerCache, tables: Tensor, plan: ScratchPlan, rule: AttentionRule, out: Tensor,
-        *, dependent: bool,
+        *, rotary: QueryRotary | None, dependent: bool,
     ) -> None:  # fmt: skip
         """Dequantize the keys and values that the plan's chunks see in a layer, and attend over the copy. Other tokens
         of `out` are not written."""
         assert cache.scales is not None, "only caches with scales are dequantized"
         copy = (self._keys, self._values)
         dequantize_pages((cache.key, cache.value), cache.scales, tables, plan.pages, copy, dependent=dependent)
-        paged_prefill(query, *copy, self._tables, plan.prefill, rule, out=out, dependent=dependent)
+        paged_prefill(query, *copy, self._tables, plan.prefill, rule, out=out, rotary=rotary, dependent=dependent)
+
+    def rotates_queries(self, query: Tensor, plan: ScratchPlan, rule: AttentionRule, rotary: QueryRotary) -> bool:
+        """Whether `attend` can norm and rotate queries as it loads them."""
+        return rotates_queries(query, self._keys, self._values, plan.prefill, rule, rotary)
 
 
 @dataclass(frozen=True, slots=True)

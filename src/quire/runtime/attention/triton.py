@@ -27,7 +27,7 @@ from quire.kernels.triton.attention_cascade import (
 )
 from quire.kernels.triton.attention_config import decode_configs, prefill_config
 from quire.kernels.triton.attention_decode import paged_decode
-from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
+from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill, rotates_queries
 from quire.kernels.triton.attention_schedule import (
     SplitPlan,
     allocate_split_plan,
@@ -36,6 +36,7 @@ from quire.kernels.triton.attention_schedule import (
     with_own_lists,
 )
 from quire.kernels.triton.launch import num_processors
+from quire.kernels.triton.rotary import QueryRotary
 from quire.runtime.attention.backend import Kernels, LayerCache
 from quire.runtime.attention.branches import Launch, SideBranch
 from quire.runtime.attention.prefill_scratch import PrefillScratch, ScratchConfig, ScratchPlan, Spans
@@ -54,7 +55,7 @@ Splits = Mapping[int | None, SplitPlan]  # by window of the layers
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """A step's tokens for the kernels: the first `num_decodes` are decodes, the others chunks.
+    """A step's tokens for the kernels: decodes come first, then chunks.
 
     A negative row marks a padding token: its key and value are neither read nor written, and its output is undefined.
     """
@@ -62,14 +63,20 @@ class TritonPlan:
     rows: Tensor  # [tokens], int32: row of the block tables
     positions: Tensor  # [tokens], int64
     tables: Tensor  # [all rows, max blocks], int32
-    num_decodes: int
+    lengths: Tensor  # [decodes]: keys that each decode sees, including its own; 0: a token of a chunk, or padding
     splits: Splits  # of the decodes; empty if there are none
     cascade: CascadePlan | None  # of the decodes' shared prefixes, for layers without a window
     prefill: PrefillPlan | None  # of the chunks
     scratch: ScratchPlan | None = None  # of the chunks in layers without a window, instead of `prefill`
     expanded: ExpandedStep | None = None  # of chunks over latents, instead of `prefill`
+    rotary: QueryRotary | None = None  # in one layer: what the queries of chunks have yet to go through
 
     local: TritonPlan | None = None  # of layers with a window, if they have other heads
+
+    @property
+    def num_decodes(self) -> int:
+        """How many of the first tokens the kernels for decodes visit. Padded steps have chunks among them."""
+        return len(self.lengths)
 
     def over(self, tables: Tensor) -> TritonPlan:
         """Return the same step for layers with a window, which read other block tables."""
@@ -215,7 +222,19 @@ class TritonAttention:
             assert self._scratch is not None
             copied, tiles = self._scratch.plan(tiles, self._prefill)
         prefill = None if tiles is None else PrefillPlan(self._prefill, tiles)
-        return TritonPlan(rows, positions, tables, count, splits, prefixes, prefill, copied)
+        return TritonPlan(rows, positions, tables, lengths, splits, prefixes, prefill, copied)
+
+    def defer_rotary(
+        self, query: Tensor, cache: LayerCache, plan: TritonPlan, rule: AttentionRule, rotary: QueryRotary
+    ) -> TritonPlan:
+        """Return the plan for a layer in which the attention of chunks norms and rotates their queries as it loads
+        them, or `plan` itself if it cannot, or there are no chunks: then all queries must be rotated before."""
+        if plan.scratch is not None and rule.window is None:
+            can_rotate = plan.scratch.memory.rotates_queries(query, plan.scratch, rule, rotary)
+        else:
+            memory = (query, cache.key, cache.value)
+            can_rotate = plan.prefill is not None and rotates_queries(*memory, plan.prefill, rule, rotary, cache.scales)
+        return replace(plan, rotary=rotary) if can_rotate else plan
 
     def attend(
         self,
@@ -259,13 +278,12 @@ class TritonAttention:
     def _attend_chunks(
         self, query: Tensor, cache: LayerCache, plan: TritonPlan, rule: AttentionRule, out: Tensor
     ) -> None:
-        dependent = self.is_dependent(len(query))
+        more: dict[str, Any] = {"rotary": plan.rotary, "dependent": self.is_dependent(len(query))}
         if plan.scratch is not None and rule.window is None:
-            copied = plan.scratch
-            copied.memory.attend(query, cache, plan.tables, copied, rule, out, dependent=dependent)
+            plan.scratch.memory.attend(query, cache, plan.tables, plan.scratch, rule, out, **more)
         elif plan.prefill is not None:
             memory = (query, cache.key, cache.value, plan.tables)
-            paged_prefill(*memory, plan.prefill, rule, out=out, scales=cache.scales, dependent=dependent)
+            paged_prefill(*memory, plan.prefill, rule, out=out, scales=cache.scales, **more)
 
     @property
     def memory(self) -> Reserved:

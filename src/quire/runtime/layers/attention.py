@@ -16,7 +16,7 @@ from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import QueryScale, Rotary
 from quire.runtime.layers.row_writer import RowSymbol, Untraceable
 from quire.runtime.layers.split import Split
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.step import ForwardStep, ImageBlock
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.texts import TextAttention, Texts
 from quire.runtime.layers.weights import Placement, WeightLayer
@@ -90,8 +90,9 @@ class Attention(nn.Module):
         return self._with_images(attended, query, step)
 
     def _by_triton(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None, change: Tensor | None) -> Tensor:
-        """Add the change, norm, rotate and write the cache in one launch, then attend."""
-        from quire.kernels.triton.rotary import HeadNorms, LayerMemory, rotate_and_store
+        """Add the change, norm, rotate and write the cache in one launch, then attend. Queries of chunks are left to
+        their attention kernel if nothing else reads or changes them, and it can norm and rotate them itself."""
+        from quire.kernels.triton.rotary import HeadNorms, LayerMemory, QueryRotary, rotate_and_store
 
         heads, cache = self._heads, step.caches[self._layer]
         plan = step.attention_of(cache)
@@ -101,9 +102,14 @@ class Attention(nn.Module):
         table, lines = (None, None) if self.rotary is None else self.rotary.angles_of(step)
         memory = LayerMemory(cache.key, cache.value, scales=cache.scales)
         is_dependent = step.backend.is_dependent(len(qkv))
+        by_head, stored = qkv.view(len(qkv), -1, heads.dim), 0 if self._borrows else heads.num_kv
+        query, key, value = torch.split(by_head, [heads.num_query, stored, stored], dim=1)
+        if change is None and self.query_scale is None and not self._image_blocks(step):
+            plan = step.backend.defer_rotary(query, cache, plan, self.rule, QueryRotary(table, lines, norms))
         rotate_and_store(
             qkv, table, plan.positions, plan.rows, plan.tables, memory, norms=norms, angles=lines,
             stores=not self._borrows, dependent=is_dependent, change=change,
+            decodes=None if plan.rotary is None else plan.lengths,
         )  # fmt: skip
         if self.query_scale is not None:
             table, lines = self.query_scale.angles_of(step)
@@ -111,15 +117,17 @@ class Attention(nn.Module):
                 qkv[:, : heads.query_size], table, plan.positions, plan.rows, plan.tables, memory, angles=lines,
                 stores=False, dependent=is_dependent,
             )  # fmt: skip
-        by_head, stored = qkv.view(len(qkv), -1, heads.dim), 0 if self._borrows else heads.num_kv
-        query, key, value = torch.split(by_head, [heads.num_query, stored, stored], dim=1)
         attended: Tensor = step.backend.attend(query, key, value, cache, plan, self.rule)
         return self._with_images(attended, query, step)
 
+    def _image_blocks(self, step: ForwardStep) -> tuple[ImageBlock, ...]:
+        """Return the images of the step whose tokens see the whole of them in this layer."""
+        return step.features.blocks if self.sees_images and step.features is not None else ()
+
     def _with_images(self, attended: Tensor, query: Tensor, step: ForwardStep) -> Tensor:
         """Let the images of the step see the whole of themselves."""
-        if self.sees_images and step.features is not None and step.features.blocks:
-            see_whole_images(attended, query, step.features.blocks, step.caches[self._layer], self.rule)
+        if blocks := self._image_blocks(step):
+            see_whole_images(attended, query, blocks, step.caches[self._layer], self.rule)
         return attended
 
     def _trace_program(self, qkv: Symbol, step: ForwardStep, norm: HeadNorm | None) -> Symbol:
@@ -139,7 +147,7 @@ class Attention(nn.Module):
             writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim, cache=scaled)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
         found = writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule, cache=scaled)
-        if self.sees_images and step.features is not None and step.features.blocks:
+        if self._image_blocks(step):
             writer.call(self._call_with_images, (qkv, found), 1)
         return found
 
